@@ -1,0 +1,104 @@
+"""Names inside a checkpoint folder, checksums, and writes that survive a power cut.
+
+A folder holds `iter_0000010/` (complete once `megafp8.json` is inside), `latest`, and for short
+times `tmp_iter_0000010.<token>/` (being written, or thrown away) and `old_iter_0000010.<token>/`
+(the former content of an iteration that is saved again).
+"""
+
+import os
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+RECORD_NAME = "megafp8.json"
+METADATA_NAME = ".metadata"
+LATEST_NAME = "latest"
+
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_TEMPORARY = re.compile(r"tmp_iter_\d{7,}\.[0-9a-f]{8}")
+_REPLACED = re.compile(r"old_iter_(\d{7,})\.[0-9a-f]{8}")
+
+_CHUNK_BYTES = 4 * 2**20
+
+
+def iteration_name(iteration: int) -> str:
+    """Return the directory name of an iteration, `iter_0000010` for 10."""
+    assert iteration >= 0, iteration
+    return f"iter_{iteration:07d}"
+
+
+def iteration_of(name: str) -> int | None:
+    """Return the iteration that a directory name stands for, None for any other name."""
+    match = _ITERATION.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def is_temporary(name: str) -> bool:
+    """Tell whether a name is that of a directory which a save has not finished."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def replaced_iteration(name: str) -> int | None:
+    """Return the iteration whose former content a directory holds, None for any other name."""
+    match = _REPLACED.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def is_complete(directory: Path) -> bool:
+    """Tell whether a checkpoint's record, its last file, is there."""
+    return (directory / RECORD_NAME).is_file()
+
+
+def crc32_of(path: Path) -> str:
+    """Return the CRC-32 (zlib) of a file's bytes as eight hexadecimal digits."""
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return f"{checksum:08x}"
+
+
+def sync_directory(directory: Path) -> None:
+    """Force a directory's entries (new files, renames) to permanent storage."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader finds the old content or the new, never a part.
+
+    Raises:
+        OSError: the text could not be written; the old content is still there.
+    """
+    temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def remove_directory(directory: Path) -> None:
+    """Delete a checkpoint directory without ever showing half of it under its own name.
+
+    Deletion takes seconds for large shards. A kill in the middle would leave `iter_*` with a
+    record and without its shards, which looks complete; the rename makes it a temporary first.
+    """
+    if is_temporary(directory.name):
+        shutil.rmtree(directory)
+        return
+    iteration = replaced_iteration(directory.name)
+    if iteration is None:
+        iteration = iteration_of(directory.name)
+    assert iteration is not None, f"{directory} is no checkpoint"
+    doomed = directory.with_name(f"tmp_{iteration_name(iteration)}.{os.urandom(4).hex()}")
+    os.rename(directory, doomed)
+    shutil.rmtree(doomed)

@@ -1,0 +1,264 @@
+"""DCP's `.metadata`, read without running anything that it names.
+
+DCP writes its index as a pickle. A pickle may name any callable and have it called while it is
+read, so this reader replaces name lookup: the classes that DCP's index consists of become plain
+records, torch's sizes and dtypes become what they are, every other name is refused. The records
+are then checked and turned into DCP's own classes. No class of the interpreter is handed to the
+pickle: its BUILD instruction can set attributes on a class as well as on an instance.
+"""
+
+import math
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megafp8.checkpoint.files import METADATA_NAME
+from megafp8.errors import CheckpointError
+
+_DCP_METADATA = "torch.distributed.checkpoint.metadata"
+# DCP classes that are plain data. `BytesStorageMetadata` is not among them: it stands for a pickled
+# object inside a shard, which DCP would load without restriction; megafp8 never writes one.
+_RECORDS = frozenset(
+    {
+        (_DCP_METADATA, "Metadata"),
+        (_DCP_METADATA, "TensorStorageMetadata"),
+        (_DCP_METADATA, "TensorProperties"),
+        (_DCP_METADATA, "ChunkStorageMetadata"),
+        (_DCP_METADATA, "MetadataIndex"),
+        (_DCP_METADATA, "StorageMeta"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    }
+)
+
+
+class _Record:
+    """Stands in for one of DCP's classes: keeps the state it was pickled with, does nothing."""
+
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    """Admits DCP's metadata classes, torch sizes, dtypes and layouts; refuses all other names."""
+
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__(file)
+        self.path = path
+        # Made per file: what a hostile pickle sets on them goes away with this object.
+        self.admitted: dict[tuple[str, str], Any] = {
+            (module, name): type(name, (_Record,), {}) for module, name in _RECORDS
+        }
+
+        def size(values: Any = ()) -> tuple[int, ...]:
+            return _whole_numbers(values, path)
+
+        def word(value: Any) -> str:
+            return str(value)
+
+        self.admitted["torch", "Size"] = size
+        self.admitted["torch.serialization", "_get_layout"] = word
+        self.admitted[_DCP_METADATA, "_MEM_FORMAT_ENCODING"] = word
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what a pickled name stands for; called for every name in the file.
+
+        Raises:
+            CheckpointError: the name is not one of DCP's metadata.
+        """
+        if (module, name) in self.admitted:
+            return self.admitted[module, name]
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        raise CheckpointError(
+            f"{self.path} names {module}.{name}, which is not part of DCP's metadata; nothing of"
+            " the file was used"
+        )
+
+
+class CheckpointReader(FileSystemReader):
+    """DCP's reader of files with the restricted unpickler in front of `.metadata`."""
+
+    def __init__(self, directory: Path, file_sizes: Mapping[str, int]) -> None:
+        """Prepare to read a checkpoint.
+
+        Args:
+            directory: The checkpoint.
+            file_sizes: Name to bytes of the files that may be read, from `megafp8.json`.
+        """
+        super().__init__(directory)
+        self.directory = Path(directory)
+        self.file_sizes = file_sizes
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return DCP's index; the file is read once.
+
+        Args:
+            *args: Not used; DCP's signature.
+            **kwargs: Not used; DCP asks for a rank's own index where no global one is found.
+
+        Raises:
+            CheckpointError: the file is missing, damaged, names anything but DCP's metadata, or
+                describes data that are not there.
+        """
+        if self._metadata is None:
+            self._metadata = read_metadata(self.directory, self.file_sizes)
+            assert self._metadata.storage_meta is not None
+            self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+
+def read_metadata(directory: Path, file_sizes: Mapping[str, int]) -> Metadata:
+    """Read and check a checkpoint's `.metadata`.
+
+    Args:
+        directory: The checkpoint.
+        file_sizes: Name to bytes of the files that may be named.
+
+    Returns:
+        DCP's metadata; every entry is a tensor whose chunks fill it and lie in those files.
+
+    Raises:
+        CheckpointError: as `CheckpointReader.read_metadata`.
+    """
+    path = directory / METADATA_NAME
+    try:
+        with path.open("rb") as file:
+            root = _RestrictedUnpickler(file, path).load()
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # a damaged pickle raises nearly any type
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    fields = _fields(root, "Metadata", path)
+    tensors = _mapping(fields, "state_dict_metadata", path)
+    storage = _mapping(fields, "storage_data", path)
+    metadata = Metadata(
+        state_dict_metadata={
+            _text(name, path): _tensor(name, record, path) for name, record in tensors.items()
+        },
+        storage_data={
+            _index(key, path): _storage(record, file_sizes, path) for key, record in storage.items()
+        },
+        storage_meta=StorageMeta(),
+        version=str(fields.get("version")),
+    )
+    _check_chunks(metadata, path)
+    return metadata
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {what}")
+
+
+def _fields(record: Any, kind: str, path: Path) -> dict[str, Any]:
+    if type(record).__name__ != kind or not isinstance(record, _Record):
+        raise _damaged(path, f"found {type(record).__name__}, expected {kind}")
+    if not isinstance(record.state, dict):
+        raise _damaged(path, f"{kind} without fields")
+    return record.state
+
+
+def _mapping(fields: dict[str, Any], name: str, path: Path) -> dict[Any, Any]:
+    value = fields.get(name)
+    if not isinstance(value, dict):
+        raise _damaged(path, f"{name} is {type(value).__name__}, expected dict")
+    return value
+
+
+def _text(value: Any, path: Path) -> str:
+    if not isinstance(value, str):
+        raise _damaged(path, f"found {type(value).__name__}, expected a name")
+    return value
+
+
+def _whole_numbers(values: Any, path: Path) -> tuple[int, ...]:
+    if isinstance(values, (tuple, list)) and all(type(value) is int for value in values):
+        if all(value >= 0 for value in values):
+            return tuple(values)
+    raise _damaged(path, f"found a size or offset of {values!r:.100}")
+
+
+def _tensor(name: str, record: Any, path: Path) -> TensorStorageMetadata:
+    fields = _fields(record, "TensorStorageMetadata", path)
+    properties = fields.get("properties")
+    # DCP pickles the properties as the tuple (dtype, layout, requires_grad, format, pinned); only
+    # the dtype says anything about the stored bytes.
+    state = properties.state if isinstance(properties, _Record) else None
+    if not (isinstance(state, tuple) and state and isinstance(state[0], torch.dtype)):
+        raise _damaged(path, f"tensor {name} without a dtype")
+    chunks = fields.get("chunks")
+    if not isinstance(chunks, list):
+        raise _damaged(path, f"tensor {name} without chunks")
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=state[0]),
+        size=torch.Size(_whole_numbers(fields.get("size"), path)),
+        chunks=[_chunk(chunk, path) for chunk in chunks],
+    )
+
+
+def _chunk(record: Any, path: Path) -> ChunkStorageMetadata:
+    fields = _fields(record, "ChunkStorageMetadata", path)
+    return ChunkStorageMetadata(
+        offsets=torch.Size(_whole_numbers(fields.get("offsets"), path)),
+        sizes=torch.Size(_whole_numbers(fields.get("sizes"), path)),
+    )
+
+
+def _index(record: Any, path: Path) -> MetadataIndex:
+    fields = _fields(record, "MetadataIndex", path)
+    offset = _whole_numbers(fields.get("offset"), path)
+    return MetadataIndex(_text(fields.get("fqn"), path), offset)
+
+
+def _storage(record: Any, file_sizes: Mapping[str, int], path: Path) -> _StorageInfo:
+    fields = _fields(record, "_StorageInfo", path)
+    name = _text(fields.get("relative_path"), path)
+    if name not in file_sizes:
+        raise _damaged(path, f"it points into '{name}', which is no file of this checkpoint")
+    if fields.get("transform_descriptors"):
+        raise CheckpointError(
+            f"{path} asks for stream transforms {fields['transform_descriptors']!r:.100},"
+            " which megafp8 does not write"
+        )
+    offset, length = _whole_numbers((fields.get("offset"), fields.get("length")), path)
+    if offset + length > file_sizes[name]:
+        raise _damaged(
+            path, f"it points to byte {offset + length} of '{name}', which has {file_sizes[name]}"
+        )
+    return _StorageInfo(name, offset, length)
+
+
+def _check_chunks(metadata: Metadata, path: Path) -> None:
+    """Refuse an index with holes: DCP would leave the elements of a hole as they were."""
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata)
+        filled = 0
+        for chunk in tensor.chunks:
+            if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.size) or any(
+                offset + length > whole
+                for offset, length, whole in zip(
+                    chunk.offsets, chunk.sizes, tensor.size, strict=True
+                )
+            ):
+                raise _damaged(path, f"a chunk of {name} lies outside {list(tensor.size)}")
+            if MetadataIndex(name, chunk.offsets) not in metadata.storage_data:
+                raise _damaged(path, f"a chunk of {name} at {list(chunk.offsets)} is not stored")
+            filled += math.prod(chunk.sizes)
+        if filled != math.prod(tensor.size):
+            raise _damaged(path, f"{name} has {filled} of {math.prod(tensor.size)} elements stored")

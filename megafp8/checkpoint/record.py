@@ -1,0 +1,186 @@
+"""`megafp8.json`: what a checkpoint says about itself. JSON only, nothing is unpickled."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from megafp8.errors import CheckpointError
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Attributes:
+        size: Bytes.
+        crc32: zlib's CRC-32 of the bytes, eight hexadecimal digits.
+    """
+
+    size: int
+    crc32: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        shape: Global shape, independent of the layout that saved it.
+        dtype: torch's name without the prefix, such as "float32".
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """The content of `megafp8.json`.
+
+    A caller of `save_checkpoint` fills what it knows; `tensors` and `files` are found while saving.
+
+    Attributes:
+        iteration: Completed iterations.
+        config: The resolved configuration, sections as in `config.yaml`.
+        layout: Parallel sizes of the run that saved (world_size, tp, pp, fsdp ...); for people and
+            tools, since tensors load at any layout.
+        data_position: Where the data goes on (consumed_samples ...).
+        manifest_sha256: Hash of the precision manifest; None without one.
+        state: Further state that is not a tensor (schedules, counters, document framing).
+        tensors: Canonical name to shape and dtype.
+        files: Name inside the checkpoint directory to size and checksum.
+        format_version: Version of this file's form.
+    """
+
+    iteration: int
+    config: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=dict)
+    data_position: dict[str, Any] = field(default_factory=dict)
+    manifest_sha256: str | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> str:
+        """Return the record as JSON text, keys in a fixed order.
+
+        Raises:
+            CheckpointError: a value has no JSON form, or is NaN or infinite.
+        """
+        content = asdict(self)
+        content = {"format_version": content.pop("format_version"), **content}
+        try:
+            return json.dumps(content, indent=1, allow_nan=False) + "\n"
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the record of iteration {self.iteration} has no JSON form: {error}"
+            ) from error
+
+    @classmethod
+    def from_json(cls, text: str, path: Path) -> "CheckpointRecord":
+        """Read a record.
+
+        Args:
+            text: The file's content.
+            path: The file, for messages.
+
+        Raises:
+            CheckpointError: no JSON, a newer format version, a field that is missing, unknown or
+                of another type.
+        """
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} holds {_kind(content)}, expected an object")
+        _check_version(content, path)
+        _check_fields(content, path)
+        content["tensors"] = {
+            name: _tensor_entry(name, entry, path) for name, entry in content["tensors"].items()
+        }
+        content["files"] = {
+            name: _file_entry(name, entry, path) for name, entry in content["files"].items()
+        }
+        return cls(**content)
+
+
+# Field, allowed JSON types. A later version that adds a field also says here what an earlier file,
+# which lacks it, means.
+_FIELDS: Mapping[str, tuple[type, ...]] = {
+    "format_version": (int,),
+    "iteration": (int,),
+    "config": (dict,),
+    "layout": (dict,),
+    "data_position": (dict,),
+    "manifest_sha256": (str, type(None)),
+    "state": (dict,),
+    "tensors": (dict,),
+    "files": (dict,),
+}
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def _is_whole(value: Any) -> TypeGuard[int]:
+    # bool is an int to Python, not to a reader of this file.
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_version(content: dict[str, Any], path: Path) -> None:
+    version = content.get("format_version")
+    if not _is_whole(version) or version == 0:
+        raise CheckpointError(f"{path}: format_version is {version!r}, expected a positive number")
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: format_version is {version}, this megafp8 reads up to {FORMAT_VERSION};"
+            " load it with a newer megafp8"
+        )
+
+
+def _check_fields(content: dict[str, Any], path: Path) -> None:
+    missing = [name for name in _FIELDS if name not in content]
+    unknown = [name for name in content if name not in _FIELDS]
+    if missing or unknown:
+        raise CheckpointError(
+            f"{path}: fields missing: {missing}, unknown: {unknown}, expected {list(_FIELDS)}"
+        )
+    for name, types in _FIELDS.items():
+        value = content[name]
+        if not isinstance(value, types) or (int in types and not _is_whole(value)):
+            allowed = " or ".join(kind.__name__ for kind in types)
+            raise CheckpointError(f"{path}: {name} is {value!r:.100}, expected {allowed}")
+
+
+def _tensor_entry(name: str, entry: Any, path: Path) -> TensorEntry:
+    if (
+        isinstance(entry, dict)
+        and entry.keys() == {"shape", "dtype"}
+        and isinstance(entry["dtype"], str)
+        and isinstance(entry["shape"], list)
+        and all(_is_whole(length) for length in entry["shape"])
+    ):
+        return TensorEntry(shape=tuple(entry["shape"]), dtype=entry["dtype"])
+    raise CheckpointError(
+        f"{path}: tensors['{name}'] is {entry!r:.100}, expected a shape and a dtype"
+    )
+
+
+def _file_entry(name: str, entry: Any, path: Path) -> FileEntry:
+    if name in ("", ".", "..") or Path(name).name != name:
+        raise CheckpointError(f"{path}: files names '{name}', which lies outside the checkpoint")
+    if (
+        isinstance(entry, dict)
+        and entry.keys() == {"size", "crc32"}
+        and _is_whole(entry["size"])
+        and isinstance(entry["crc32"], str)
+    ):
+        return FileEntry(size=entry["size"], crc32=entry["crc32"])
+    raise CheckpointError(f"{path}: files['{name}'] is {entry!r:.100}, expected a size and a crc32")

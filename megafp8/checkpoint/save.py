@@ -1,0 +1,246 @@
+"""Writing a checkpoint so that a kill at any instant leaves the last good one in place.
+
+The order: shards and DCP's index into `tmp_iter_N.<token>/`, the record with all checksums last
+inside it, a rename to `iter_N`, then `latest`. Everything is on permanent storage before the next
+step starts. Readers never look into `tmp_*`, and take `iter_N` only with its record inside.
+"""
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
+
+from megafp8.checkpoint.agree import describe_dcp, on_all_ranks, on_first_rank, rank_and_size
+from megafp8.checkpoint.files import (
+    LATEST_NAME,
+    METADATA_NAME,
+    RECORD_NAME,
+    crc32_of,
+    is_complete,
+    is_temporary,
+    iteration_name,
+    iteration_of,
+    remove_directory,
+    replaced_iteration,
+    sync_directory,
+    write_atomically,
+)
+from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
+from megafp8.errors import CheckpointError
+from megafp8.log import get_logger
+
+_logger = get_logger(__name__)
+
+
+def save_checkpoint(
+    root: Path,
+    iteration: int,
+    tensors: Mapping[str, Tensor],
+    record: CheckpointRecord,
+    group: dist.ProcessGroup | None = None,
+    keep_last: int | None = None,
+) -> Path:
+    """Save tensors under their canonical names; all ranks of `group` call it together.
+
+    Args:
+        root: Folder of the checkpoints (`--save`), on a file system that all ranks share.
+        iteration: Completed iterations; names the directory. An iteration that is there already
+            is replaced.
+        tensors: Canonical name to tensor. Ranks may hold different names (pipeline stages). A
+            DTensor is one global tensor of which each rank writes its shard; a plain tensor is
+            taken as equal on all ranks that hold the name, and written by one of them.
+        record: What else to say in `megafp8.json`; `tensors` and `files` are filled in here. The
+            first rank's record is written.
+        group: Ranks that take part; None for the default group, or for this process alone where
+            there is none.
+        keep_last: Delete older complete checkpoints but this many, counting this one; None keeps
+            all. Checkpoints of later iterations are left alone.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        CheckpointError: on every rank, if any rank failed; what was there before is untouched
+            and `latest` still names it.
+    """
+    assert record.iteration == iteration, (record.iteration, iteration)
+    assert keep_last is None or keep_last >= 1, keep_last
+    root = Path(root).absolute()
+    final = root / iteration_name(iteration)
+    step = f"saving {final}"
+    rank, _ = rank_and_size(group)
+    described = on_all_ranks(step, lambda: _describe_tensors(tensors), group)
+    entries = _merge_entries(described, step)
+    temporary = Path(on_first_rank(step, lambda: str(_make_temporary(root, final.name)), group))
+    try:
+        _write_shards(temporary, tensors, step, group)
+        written = on_all_ranks(step, lambda: _describe_files(temporary, rank), group)
+        files = {name: entry for part in written for name, entry in part.items()}
+
+        def commit() -> None:
+            full = dataclasses.replace(record, tensors=entries, files=files)
+            _commit(temporary, final, full)
+            _tidy(final, keep_last)
+
+        on_first_rank(step, commit, group)
+    except CheckpointError:
+        # Every rank has reported by now, so none is still writing.
+        if rank == 0 and temporary.exists():
+            remove_directory(temporary)
+        raise
+    return final
+
+
+def _describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
+    entries = {}
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not name:
+            raise CheckpointError(f"tensor name {name!r} is not a text")
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{name} is {type(tensor).__name__}, expected a tensor")
+        if tensor.is_meta:
+            raise CheckpointError(f"{name} is on the meta device and holds no values")
+        if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
+            raise CheckpointError(
+                f"{name} is placed as {tensor.placements}: partial sums cannot be stored"
+            )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries[name] = TensorEntry(shape=tuple(tensor.shape), dtype=dtype)
+    return entries
+
+
+def _merge_entries(
+    described: Sequence[dict[str, TensorEntry]], step: str
+) -> dict[str, TensorEntry]:
+    """Join all ranks' names; DCP would silently take the first rank's shape where they differ."""
+    owners: dict[str, int] = {}
+    merged: dict[str, TensorEntry] = {}
+    for rank, entries in enumerate(described):
+        for name, entry in entries.items():
+            first = owners.setdefault(name, rank)
+            if merged.setdefault(name, entry) != entry:
+                raise CheckpointError(
+                    f"{step}: {name} is {merged[name].dtype}{list(merged[name].shape)} on rank"
+                    f" {first} and {entry.dtype}{list(entry.shape)} on rank {rank}"
+                )
+    if not merged:
+        raise CheckpointError(f"{step}: no rank holds any tensor")
+    return dict(sorted(merged.items()))
+
+
+def _make_temporary(root: Path, name: str) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    temporary = root / f"tmp_{name}.{os.urandom(4).hex()}"
+    temporary.mkdir()
+    return temporary
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer of one file per rank, synced to storage."""
+
+    def storage_meta(self) -> StorageMeta:
+        """Return no path: DCP would pickle the temporary directory's into `.metadata`."""
+        return StorageMeta()
+
+
+def _write_shards(
+    temporary: Path, tensors: Mapping[str, Tensor], step: str, group: dist.ProcessGroup | None
+) -> None:
+    _, size = rank_and_size(group)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp_save(
+                dict(tensors),
+                storage_writer=_Writer(temporary, sync_files=True, overwrite=False),
+                # Names are flat already; without flattening DCP stores no second copy of them.
+                planner=DefaultSavePlanner(flatten_state_dict=False),
+                process_group=group,
+                no_dist=size == 1,
+            )
+    except CheckpointException as failure:
+        raise CheckpointError(f"{step}: {describe_dcp(failure, size)}") from failure
+
+
+def _describe_files(temporary: Path, rank: int) -> dict[str, FileEntry]:
+    """Return size and checksum of the files that this rank wrote (DCP names them by rank)."""
+    return {path.name: _file_entry(path) for path in temporary.glob(f"__{rank}_*.distcp")}
+
+
+def _file_entry(path: Path) -> FileEntry:
+    return FileEntry(size=path.stat().st_size, crc32=crc32_of(path))
+
+
+def _commit(temporary: Path, final: Path, record: CheckpointRecord) -> None:
+    """Turn a directory with all shards into the checkpoint that `latest` names."""
+    for name, entry in record.files.items():
+        seen = (temporary / name).stat().st_size if (temporary / name).exists() else None
+        if seen != entry.size:
+            raise CheckpointError(
+                f"{name} has {entry.size} bytes on the rank that wrote it and"
+                f" {'is missing' if seen is None else f'has {seen}'} on the first rank:"
+                " --save must lie on a file system that all ranks share"
+            )
+    files = {**record.files, METADATA_NAME: _file_entry(temporary / METADATA_NAME)}
+    record = dataclasses.replace(record, files=dict(sorted(files.items())))
+    sync_directory(temporary)
+    write_atomically(temporary / RECORD_NAME, record.to_json())
+    _replace(temporary, final)
+    sync_directory(final.parent)
+    write_atomically(final.parent / LATEST_NAME, final.name + "\n")
+
+
+def _replace(temporary: Path, final: Path) -> None:
+    """Give a finished directory its final name; what bears that name is set aside for `_tidy`."""
+    if not final.exists():
+        os.rename(temporary, final)
+        return
+    # A directory cannot be renamed over a filled one. A kill between the two renames leaves only
+    # `old_*`, which `find_checkpoint` takes for the missing iteration.
+    former = final.with_name(f"old_{final.name}.{os.urandom(4).hex()}")
+    os.rename(final, former)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        os.rename(former, final)
+        raise
+
+
+def _tidy(final: Path, keep_last: int | None) -> None:
+    """Delete what interrupted or repeated saves left behind, and checkpoints beyond `keep_last`.
+
+    The new checkpoint is safe by now: a file that cannot be deleted is a warning.
+    """
+    doomed: list[Path] = []
+    older: list[tuple[int, Path]] = []
+    current = iteration_of(final.name)
+    assert current is not None
+    try:
+        for path in sorted(final.parent.iterdir()):
+            iteration, replaced = iteration_of(path.name), replaced_iteration(path.name)
+            if replaced is not None and not path.with_name(iteration_name(replaced)).exists():
+                # The only copy of an iteration whose second save was killed: give it its name back.
+                iteration, replaced = replaced, None
+                path = path.rename(path.with_name(iteration_name(iteration)))
+            if is_temporary(path.name) or replaced is not None:
+                doomed.append(path)
+            elif iteration is not None and iteration < current and is_complete(path):
+                older.append((iteration, path))
+        if keep_last is not None:
+            older.sort(reverse=True)
+            doomed += [path for _, path in older[keep_last - 1 :]]
+        for path in doomed:
+            remove_directory(path)
+    except OSError as error:
+        _logger.warning("old checkpoints in %s could not be deleted: %s", final.parent, error)

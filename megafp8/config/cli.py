@@ -1,0 +1,226 @@
+"""Command line and YAML to one validated `RunConfig`.
+
+The command line is scanned here and not by argparse or tyro: options are taken from the pydantic
+fields, exact names only, each at most once, and flags override YAML before anything is validated.
+argparse takes unique prefixes and the last of repeated options; tyro parses into finished
+objects, which cannot be merged raw, and answers mistakes with a box of several lines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megafp8.config.megatron_flags import judge
+from megafp8.config.names import SECTIONS, Target, suggestion, targets
+from megafp8.config.run import RunConfig
+from megafp8.config.text import RawText, RawValue, convert, parse_bool
+from megafp8.config.yaml_reader import Tree, read_yaml
+from megafp8.errors import ConfigurationError
+
+CONTROL_OPTIONS = {
+    "--config": "YAML file with the sections model, parallel, precision, ...",
+    "--dry-run": "print configuration, precision plan and parameter counts, train nothing",
+    "--world-size": "processes that --dry-run assumes",
+    "--help": "this text",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A parsed command line.
+
+    Attributes:
+        config: The validated run.
+        dry_run: Whether only to print what would run.
+        world_size: What `--world-size` said.
+    """
+
+    config: RunConfig
+    dry_run: bool = False
+    world_size: int | None = None
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A value for a field and the name it was given under."""
+
+    target: Target
+    value: RawValue
+    where: str
+
+
+def wants_help(argv: list[str]) -> bool:
+    """Whether the command line asks for help."""
+    return any(token in ("--help", "-h") for token in argv)
+
+
+def load_config(argv: list[str]) -> RunConfig:
+    """Return the run that a command line describes.
+
+    Raises:
+        ConfigurationError: One line for the first thing that is wrong.
+    """
+    return parse_command(argv).config
+
+
+def parse_command(argv: list[str]) -> Command:
+    """Parse a command line: defaults < YAML < flags, merged raw and validated once.
+
+    Raises:
+        ConfigurationError: One line for the first thing that is wrong.
+    """
+    options = _scan(argv)
+    config_file = _control(options, "--config")
+    dry_run = parse_bool(options.pop("--dry-run")[0]) if "--dry-run" in options else False
+    world_size = options.pop("--world-size", None)
+    accepted: list[str] = []
+    given = {} if config_file is None else _from_yaml(config_file, accepted)
+    given.update(_from_options(options, accepted))
+    config = _build(given, accepted)
+    if world_size is None:
+        return Command(config, dry_run)
+    if not dry_run:
+        raise ConfigurationError(
+            "--world-size is for --dry-run; the launcher sets the number of processes"
+        )
+    size = convert(world_size, int)
+    if size < 1:
+        raise ConfigurationError(f"--world-size: found {size}, allowed >= 1")
+    return Command(config, dry_run, size)
+
+
+def _scan(argv: list[str]) -> dict[str, list[RawText]]:
+    """Split a command line into options and their texts; whatever follows a name is its value."""
+    options: dict[str, list[RawText]] = {}
+    current: str | None = None
+    for token in argv:
+        if token == "--":
+            raise ConfigurationError("--: found a bare --, allowed options --name value alone")
+        if token.startswith("--"):
+            current, equals, text = token.partition("=")
+            if current in options:
+                raise ConfigurationError(f"{current}: given twice; give it once")
+            options[current] = [RawText(text, current)] if equals else []
+        elif current is None:
+            raise ConfigurationError(f"found {token!r} before any option, allowed --name value")
+        elif token[:1] == "-" and token[1:2].isalpha():
+            raise ConfigurationError(
+                f"{token}: unknown option; options are written --name in full"
+                + suggestion("--" + token.lstrip("-"), _known_flags())
+            )
+        else:
+            options[current].append(RawText(token, current))
+    return {name: texts or [RawText("", name, switch=True)] for name, texts in options.items()}
+
+
+def _control(options: dict[str, list[RawText]], name: str) -> str | None:
+    texts = options.pop(name, None)
+    return None if texts is None else convert(list(texts), str)
+
+
+def _known_flags() -> list[str]:
+    return [*CONTROL_OPTIONS, *("--" + name.replace("_", "-") for name in targets())]
+
+
+def _from_options(
+    options: dict[str, list[RawText]], accepted: list[str]
+) -> dict[tuple[str, str], _Given]:
+    given: dict[tuple[str, str], _Given] = {}
+    for name, texts in options.items():
+        target = targets().get(name[2:].replace("-", "_")) if "_" not in name else None
+        if target is None:
+            values = [raw.text for raw in texts if not raw.switch]
+            if not judge(name, values, name):
+                raise ConfigurationError(
+                    f"{name}: unknown option" + suggestion(name, _known_flags())
+                )
+            accepted.append(" ".join([name, *values]))
+            continue
+        _add(given, target, texts, name)
+    return given
+
+
+def _from_yaml(path: str, accepted: list[str]) -> dict[tuple[str, str], _Given]:
+    given: dict[tuple[str, str], _Given] = {}
+    for section, values in read_yaml(path).items():
+        if section == "accepted_flags":
+            accepted.extend(_texts(values, f"{path}, accepted_flags"))
+            continue
+        if section not in SECTIONS:
+            target = targets().get(section)
+            hint = f"; it belongs in section {target.section}" if target is not None else ""
+            raise ConfigurationError(
+                f"{path}, {section}: unknown section{hint}, allowed {', '.join(SECTIONS)}"
+            )
+        if not isinstance(values, dict):
+            raise ConfigurationError(f"{path}, {section}: found no mapping, allowed keys of it")
+        for key, value in values.items():
+            _add_key(given, path, section, key, value, accepted)
+    return given
+
+
+def _add_key(
+    given: dict[tuple[str, str], _Given],
+    path: str,
+    section: str,
+    key: str,
+    value: Tree,
+    accepted: list[str],
+) -> None:
+    place = f"{path}, {section}.{key}"
+    target = targets().get(key)
+    if target is None:
+        flag = "--" + key.replace("_", "-")
+        texts = _texts(value, place)
+        values = [] if texts in (["true"], ["True"]) else texts
+        if texts in (["false"], ["False"]) or not judge(flag, values, place):
+            known = [name for name, item in targets().items() if item.section == section]
+            raise ConfigurationError(f"{place}: unknown key{suggestion(key, known)}")
+        accepted.append(" ".join([flag, *values]))
+        return
+    if target.section != section:
+        raise ConfigurationError(f"{place}: belongs in section {target.section}")
+    if isinstance(value, dict) or (
+        isinstance(value, list) and not all(isinstance(item, RawText) for item in value)
+    ):
+        raise ConfigurationError(f"{place}: found nested values, allowed one value or a plain list")
+    scalars: RawValue = value  # type: ignore[assignment]
+    _add(given, target, scalars, value.where if isinstance(value, RawText) else place)
+
+
+def _texts(value: Tree, place: str) -> list[str]:
+    items = value if isinstance(value, list) else [value]
+    texts = [item.text for item in items if isinstance(item, RawText)]
+    if len(texts) != len(items):
+        raise ConfigurationError(f"{place}: found nested values, allowed one value or a plain list")
+    return texts
+
+
+def _add(given: dict[tuple[str, str], _Given], target: Target, value: RawValue, where: str) -> None:
+    key = (target.section, target.field)
+    if key in given:
+        raise ConfigurationError(f"{where}: contradicts {given[key].where}; give one of the two")
+    given[key] = _Given(target, value, where)
+
+
+def _build(given: dict[tuple[str, str], _Given], accepted: list[str]) -> RunConfig:
+    values: dict[str, Any] = {section: {} for section in SECTIONS}
+    for (section, field), item in given.items():
+        value = _typed(item)
+        values[section][field] = not value if item.target.negated else value
+    where = {key: item.where for key, item in given.items()}
+    return RunConfig.from_dict({**values, "accepted_flags": tuple(accepted)}, where)
+
+
+def _typed(item: _Given) -> Any:
+    try:
+        return convert(item.value, item.target.annotation)
+    except ConfigurationError as error:
+        if not (item.target.is_bool and item.where.startswith("--")):
+            raise
+        # The right spelling of a switch is worth more than its type.
+        flag = "--" + item.target.field.replace("_", "-")
+        off = flag if item.target.field.startswith("no_") else flag.replace("--", "--no-", 1)
+        hint = f"; write {flag} for on" + ("" if off == flag else f" and {off} for off")
+        raise ConfigurationError(f"{error}{hint}") from None

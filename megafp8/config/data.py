@@ -1,0 +1,84 @@
+"""Section `data`: corpora and tokenizer."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from megafp8.config.base import NonNegativeInt, PositiveInt, Section
+
+DEFAULT_SPLIT = (969.0, 30.0, 1.0)
+
+
+class DataConfig(Section):
+    """Where samples come from."""
+
+    data_path: tuple[str, ...] | None = Field(
+        default=None, strict=False, description="prefix of .bin/.idx, or weight prefix pairs"
+    )
+    train_data_path: tuple[str, ...] | None = Field(
+        default=None, strict=False, description="as --data-path, for training alone"
+    )
+    valid_data_path: tuple[str, ...] | None = Field(
+        default=None, strict=False, description="as --data-path, for validation alone"
+    )
+    test_data_path: tuple[str, ...] | None = Field(
+        default=None, strict=False, description="as --data-path, for testing alone"
+    )
+    split: str | None = Field(
+        default=None, description="train,valid,test proportions of --data-path (default 969,30,1)"
+    )
+    data_cache_path: str | None = Field(default=None, description="folder for sample indices")
+    mock_data: bool = Field(default=False, description="generated samples instead of a corpus")
+    num_workers: NonNegativeInt = Field(default=2, description="processes that read ahead")
+    tokenizer_type: (
+        Literal["SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"]
+        | None
+    ) = Field(default=None, description="kind of tokenizer")
+    tokenizer_model: str | None = Field(default=None, description="file or folder of the tokenizer")
+    vocab_size: PositiveInt | None = Field(
+        default=None,
+        description="tokens before padding; NullTokenizer adds one for end of document",
+    )
+    reset_position_ids: bool = Field(
+        default=False, description="positions start anew in each document"
+    )
+    reset_attention_mask: bool = Field(
+        default=False, description="attention stays within a document"
+    )
+    eod_mask_loss: bool = Field(default=False, description="no loss on end-of-document tokens")
+
+    @field_validator("split")
+    @classmethod
+    def _split_is_three_numbers(cls, text: str | None) -> str | None:
+        if text is not None:
+            parse_split(text)
+        return text
+
+    @property
+    def split_weights(self) -> tuple[float, float, float]:
+        """Train, valid and test proportions as given; their sum is positive."""
+        return DEFAULT_SPLIT if self.split is None else parse_split(self.split)
+
+    @property
+    def has_source(self) -> bool:
+        """Whether training has anything to read."""
+        return self.mock_data or self.data_path is not None or self.train_data_path is not None
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Read `969,30,1`; missing parts at the end are 0, as in Megatron.
+
+    Raises:
+        ValueError: With the allowed form, for anything else.
+    """
+    allowed = "up to three numbers >= 0 with commas between and a positive sum, such as 969,30,1"
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(allowed) from None
+    if len(weights) > 3 or not all(0 <= weight < float("inf") for weight in weights):
+        raise ValueError(allowed)
+    if sum(weights) <= 0:
+        raise ValueError(allowed)
+    train, valid, test = weights + [0.0] * (3 - len(weights))
+    return train, valid, test

@@ -1,0 +1,67 @@
+"""Section `parallel`: how the model is spread over ranks."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megafp8.config.base import PositiveFloat, PositiveInt, Section
+
+Schedule = Literal["1f1b", "interleaved", "zbv", "gpipe"]
+
+
+class ParallelConfig(Section):
+    """Degrees of parallelism; what depends on the world size is in `Layout`."""
+
+    tensor_model_parallel_size: PositiveInt = Field(
+        default=1, description="ranks that split each linear"
+    )
+    sequence_parallel: bool = Field(
+        default=False, description="split norms and dropout along the sequence over the same ranks"
+    )
+    pipeline_model_parallel_size: PositiveInt = Field(
+        default=1, description="ranks that split the layers"
+    )
+    num_layers_per_virtual_pipeline_stage: PositiveInt | None = Field(
+        default=None, description="layers per model chunk; gives the interleaved schedule"
+    )
+    context_parallel_size: PositiveInt = Field(
+        default=1, description="ranks that split each sequence"
+    )
+    expert_model_parallel_size: PositiveInt = Field(
+        default=1, description="ranks that split experts"
+    )
+    distributed_backend: Literal["nccl", "gloo"] | None = Field(
+        default=None, description="default: nccl with CUDA, else gloo"
+    )
+    distributed_timeout_minutes: PositiveFloat = Field(default=10.0, description="of collectives")
+    use_distributed_optimizer: bool = Field(
+        default=False,
+        description="optimizer state is sharded anyway; this keeps parameters gathered between "
+        "forward and backward (ZeRO-1/2)",
+    )
+    use_torch_fsdp2: bool = Field(
+        default=False, description="accepted: parameters always go through FSDP2"
+    )
+    overlap_grad_reduce: bool = Field(default=False, description="accepted: FSDP2 always overlaps")
+    overlap_param_gather: bool = Field(default=False, description="accepted: FSDP2 always overlaps")
+    fsdp_size: PositiveInt | None = Field(
+        default=None,
+        description="ranks that shard parameters (default: all of data parallel); the rest "
+        "replicates",
+    )
+    reshard_after_forward: bool | None = Field(
+        default=None,
+        description="free gathered parameters after the forward pass (default: off with a "
+        "pipeline or --use-distributed-optimizer, else on)",
+    )
+    pipeline_schedule: Schedule | None = Field(
+        default=None,
+        description="default: interleaved with --num-layers-per-virtual-pipeline-stage, else 1f1b",
+    )
+
+    @property
+    def schedule(self) -> Schedule:
+        """The pipeline schedule that runs."""
+        if self.pipeline_schedule is not None:
+            return self.pipeline_schedule
+        return "1f1b" if self.num_layers_per_virtual_pipeline_stage is None else "interleaved"

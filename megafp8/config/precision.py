@@ -1,0 +1,123 @@
+"""Section `precision`: number formats, FP8 recipe, FP8 communication, loss scale."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from megafp8.config.base import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+
+
+class PrecisionConfig(Section):
+    """Precision of compute and communication; no flag at all means fp32."""
+
+    bf16: bool = Field(default=False, description="compute in bfloat16, masters in fp32")
+    fp16: bool = Field(
+        default=False, description="compute in float16 with a loss scale, masters in fp32"
+    )
+    fp8_format: Literal["none", "e4m3", "hybrid"] | None = Field(
+        default=None,
+        description="FP8 in the blocks' linears (needs --bf16): hybrid is E4M3 forward and E5M2 "
+        "gradients; none turns a preset's FP8 off",
+    )
+    fp8_recipe: Literal[
+        "auto", "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"
+    ] = Field(default="delayed", description="how scales are found; auto takes delayed")
+    fp8_margin: int = Field(default=0, ge=-32, le=32, description="divides scales by 2**margin")
+    fp8_amax_history_len: PositiveInt = Field(
+        default=1024,
+        description="window of the amax history (Megatron's default is 1; this is TE's)",
+    )
+    fp8_amax_compute_algo: str = Field(
+        default="max",
+        description="max, most_recent, quantile:Q, trimmed_max:K or ema:B (Megatron's default is "
+        "most_recent; this is TE's)",
+    )
+    fp8_param_gather: bool = Field(default=False, description="gather FSDP weights in FP8")
+    first_last_layers_bf16: bool = Field(
+        default=False, description="first and last layers stay in BF16"
+    )
+    num_layers_at_start_in_bf16: NonNegativeInt = Field(
+        default=1, description="with --first-last-layers-bf16"
+    )
+    num_layers_at_end_in_bf16: NonNegativeInt = Field(
+        default=1, description="with --first-last-layers-bf16"
+    )
+    fp8_wgrad: bool = Field(
+        default=True, description="weight gradients from FP8 operands, else BF16"
+    )
+    precision_policy: str | None = Field(
+        default=None, description="YAML file with include and exclude globs over linears"
+    )
+    fp8_reduce_amax: bool = Field(
+        default=True, description="ranks that share a tensor share its scale"
+    )
+    fp8_amax_window: Literal["step", "micro-batch"] = Field(
+        default="step", description="what one entry of the amax history covers (TE: micro-batch)"
+    )
+    fp8_nonfinite_amax: Literal["skip", "freeze"] = Field(
+        default="skip", description="whether a non-finite amax enters the history (TE: freeze)"
+    )
+    fp8_weight_amax: Literal["updated", "cast"] = Field(
+        default="updated", description="when a weight's amax is taken (TE: cast)"
+    )
+    fp8_tp_comm: Literal["none", "all-gather", "all"] = Field(
+        default="all-gather", description="which sequence-parallel traffic of FP8 linears is FP8"
+    )
+    fp8_grad_reduce: bool = Field(
+        default=False, description="reduce FSDP gradients of blocks in FP8"
+    )
+    fp8_emulate: bool = Field(default=False, description="allow FP8 on a GPU without FP8 units")
+    loss_scale: PositiveFloat | None = Field(
+        default=None, description="fixed loss scale for --fp16"
+    )
+    initial_loss_scale: PositiveFloat = Field(
+        default=2.0**32, description="start of the dynamic one"
+    )
+    min_loss_scale: PositiveFloat = Field(default=1.0, description="lower bound of the dynamic one")
+    loss_scale_window: PositiveInt = Field(
+        default=1000, description="good iterations before it doubles"
+    )
+    hysteresis: PositiveInt = Field(default=2, description="overflows before it halves")
+
+    @field_validator("fp8_amax_compute_algo")
+    @classmethod
+    def _algorithm_is_known(cls, name: str) -> str:
+        kind, _, argument = name.partition(":")
+        if name in ("max", "most_recent"):
+            return name
+        try:
+            value = float(argument)
+        except ValueError:
+            value = -1.0  # in none of the ranges below
+        if kind == "quantile" and 0 <= value <= 1:
+            return name
+        if kind == "trimmed_max" and argument.isdecimal() and argument.isascii():
+            return name
+        if kind == "ema" and 0 <= value < 1:
+            return name
+        raise ValueError(
+            "max, most_recent, quantile:Q with 0 <= Q <= 1, trimmed_max:K with an integer K >= 0, "
+            "or ema:B with 0 <= B < 1"
+        )
+
+    @property
+    def fp8(self) -> bool:
+        """Whether linears run in FP8."""
+        return self.fp8_format in ("e4m3", "hybrid")
+
+    @property
+    def compute_dtype(self) -> Literal["fp32", "bf16", "fp16"]:
+        """Type of activations and of gathered parameters."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+    @property
+    def recipe_name(self) -> str:
+        """The recipe that runs; `auto` takes delayed, the only one of this version."""
+        return "delayed" if self.fp8_recipe == "auto" else self.fp8_recipe

@@ -1,0 +1,58 @@
+"""Sections `checkpoint` and `logging`: what a run reads back and what it leaves behind."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megafp8.config.base import NonNegativeInt, PositiveInt, Section
+
+
+class CheckpointConfig(Section):
+    """Saving and loading."""
+
+    save: str | None = Field(
+        default=None, description="folder of checkpoints (default: in the run folder)"
+    )
+    load: str | None = Field(
+        default=None,
+        description="folder with `latest`, or one iter_N folder; empty or missing is fresh",
+    )
+    save_interval: PositiveInt | None = Field(
+        default=None, description="iterations between checkpoints; one more is made at the end"
+    )
+    async_save: bool = Field(default=False, description="write checkpoints in the background")
+    keep_last: PositiveInt | None = Field(
+        default=None, description="newest checkpoints that are kept"
+    )
+    ckpt_format: Literal["torch_dist"] = Field(
+        default="torch_dist", description="checkpoint format"
+    )
+    no_save_optim: bool = Field(default=False, description="leave optimizer state out")
+    no_load_optim: bool = Field(default=False, description="do not load optimizer state")
+    no_load_rng: bool = Field(default=False, description="do not load random state")
+    finetune: bool = Field(default=False, description="load weights alone and start at iteration 0")
+    exit_on_missing_checkpoint: bool = Field(
+        default=False, description="an empty --load is an error"
+    )
+    use_checkpoint_args: bool = Field(
+        default=False, description="take model flags from the checkpoint"
+    )
+
+
+class LoggingConfig(Section):
+    """The run folder and what is logged."""
+
+    run_dir: str | None = Field(default=None, description="run folder (default: made under runs/)")
+    log_interval: PositiveInt = Field(default=100, description="iterations between log lines")
+    log_throughput: bool = Field(default=False, description="add TFLOP/s to the log line")
+    log_params_norm: bool = Field(default=False, description="add the norm of the parameters")
+    log_num_zeros_in_grad: bool = Field(default=False, description="add the zeros among gradients")
+    tensorboard_dir: str | None = Field(
+        default=None, description="TensorBoard folder (default: in the run folder)"
+    )
+    wandb_project: str | None = Field(default=None, description="Weights & Biases project")
+    wandb_exp_name: str | None = Field(default=None, description="Weights & Biases run name")
+    fp8_stats_interval: NonNegativeInt | None = Field(
+        default=None, description="iterations between rows of FP8 statistics"
+    )
+    profile: bool = Field(default=False, description="record a profiler trace")

@@ -1,0 +1,129 @@
+"""`RunConfig`: everything a run was asked to do, validated once and never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from megafp8.config.base import Section
+from megafp8.config.checks import per_rank_scales_refused, problems
+from megafp8.config.data import DataConfig
+from megafp8.config.layout import Layout, build_layout
+from megafp8.config.messages import sentence
+from megafp8.config.model import ModelConfig
+from megafp8.config.optimizer import OptimizerConfig
+from megafp8.config.parallel import ParallelConfig
+from megafp8.config.precision import PrecisionConfig
+from megafp8.config.records import CheckpointConfig, LoggingConfig
+from megafp8.config.training import TrainingConfig
+from megafp8.errors import ConfigurationError
+
+BYTE_TOKENIZER_SIZE = 257  # 256 bytes and the end of a document
+
+
+class RunConfig(Section):
+    """One run. Sections hold what the user said; what follows from it is a property or a method.
+
+    Attributes:
+        accepted_flags: Megatron's flags that were given and have no effect here, as typed.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    accepted_flags: tuple[str, ...] = Field(default=(), strict=False)
+
+    @field_validator("accepted_flags")
+    @classmethod
+    def _flags_are_unique(cls, flags: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(flags))
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> RunConfig:
+        for problem in problems(self):
+            raise ConfigurationError(problem)
+        return self
+
+    @classmethod
+    def from_dict(
+        cls, values: Mapping[str, Any], where: Mapping[tuple[str, str], str] | None = None
+    ) -> RunConfig:
+        """Validate nested values (section -> field -> value).
+
+        Args:
+            values: Typed values; text such as "8" for an integer is refused.
+            where: For error messages, where each (section, field) was given.
+
+        Raises:
+            ConfigurationError: One line for the first thing that is wrong.
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigurationError(sentence(error, where or {})) from None
+
+    def layout(self, world_size: int) -> Layout:
+        """Return the grid of ranks for a world size.
+
+        Raises:
+            ConfigurationError: The degrees or the batch do not fit, with the equation.
+        """
+        layout = build_layout(self.model, self.parallel, self.training, world_size)
+        if self.precision.fp8 and not self.precision.fp8_reduce_amax:
+            if layout.tp * layout.dp > 1:
+                raise ConfigurationError(per_rank_scales_refused(layout.tp, layout.dp))
+        return layout
+
+    def resolved(self, world_size: int) -> RunConfig:
+        """Return this configuration with the default that depends on the world size filled in.
+
+        `global_batch_size` without a value is micro_batch_size * data-parallel size; everything
+        after the launcher reads it as a number.
+        """
+        layout = self.layout(world_size)
+        if self.training.global_batch_size is not None:
+            return self
+        size = self.training.micro_batch_size * layout.dp
+        training = self.training.model_copy(update={"global_batch_size": size})
+        return self.model_copy(update={"training": training})
+
+    @property
+    def smallest_world_size(self) -> int:
+        """Fewest processes that the degrees of parallelism allow."""
+        parallel = self.parallel
+        degrees = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+        return degrees * parallel.context_parallel_size * (parallel.fsdp_size or 1)
+
+    @property
+    def known_vocab_size(self) -> int | None:
+        """Tokens before padding where the flags alone tell it, else None."""
+        size, kind = self.data.vocab_size, self.data.tokenizer_type
+        if kind == "ByteTokenizer":
+            return BYTE_TOKENIZER_SIZE if size is None else size
+        if size is None:
+            return None
+        # As in Megatron, its end-of-document id comes on top.
+        return size + 1 if kind == "NullTokenizer" else size
+
+    @property
+    def known_padded_vocab_size(self) -> int | None:
+        """Rows of the embedding where the flags alone tell it, else None."""
+        size = self.known_vocab_size
+        return None if size is None else self.model.padded_vocab_size(size)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the values as a YAML file would give them, without those that are None.
+
+        Negative switches appear under their flag's name (`no_fp8_wgrad`), so reading the result
+        gives an equal configuration.
+        """
+        from megafp8.config.names import to_user_keys
+
+        return to_user_keys(self)

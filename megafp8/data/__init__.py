@@ -1,0 +1,1 @@
+"""Text to micro-batches: indexed dataset, tokenizers, preprocessing, sample order, loader."""

@@ -1,0 +1,197 @@
+"""Where text comes from: JSONL files and plain text files, given by name or found in folders.
+
+A JSONL file holds one record a line; a plain text file is one document. Everything is read as bytes
+and decoded strictly: a file that is not UTF-8 is a bad record, never a replacement character.
+"""
+
+import codecs
+import fnmatch
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megafp8.errors import DataError
+
+JSONL_SUFFIXES = (".jsonl", ".json", ".ndjson")
+DEFAULT_GLOBS = ("*.jsonl", "*.txt")
+
+
+class BadRecord(Exception):  # noqa: N818 - it is an outcome that the caller counts
+    """A record that cannot be used.
+
+    Args:
+        kind: Short name under which it is counted, such as "invalid UTF-8".
+        detail: What exactly is wrong, for the message.
+    """
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(kind, detail)
+        self.kind = kind
+        self.detail = detail
+
+
+@dataclass(frozen=True)
+class RawRecord:
+    """One record as it was found.
+
+    Attributes:
+        path: File.
+        line: 1-based line of a JSONL file; 0 for a plain text file.
+        content: The line without its end; None for a text file, which is read by whoever uses it.
+    """
+
+    path: str
+    line: int
+    content: bytes | None
+
+    @property
+    def place(self) -> str:
+        """File, with the line where there is one."""
+        return f"{self.path}:{self.line}" if self.line else self.path
+
+
+def expand_inputs(
+    inputs: Sequence[str], globs: Sequence[str] = DEFAULT_GLOBS, exclude: Sequence[str] = ()
+) -> list[Path]:
+    """Return the files that the inputs stand for.
+
+    Args:
+        inputs: Files, and folders that are searched to any depth.
+        globs: Patterns of file names taken from folders. Files given by name are always taken.
+        exclude: Patterns of names below a folder; a file is left out if its name or one of its
+            folders matches.
+
+    Returns:
+        Files in the order of the inputs; those of a folder sorted by their path.
+
+    Raises:
+        DataError: An input does not exist, or a folder holds no matching file.
+    """
+    files: list[Path] = []
+    for given in map(Path, inputs):
+        if given.is_dir():
+            found = sorted(_search(given, globs, exclude), key=lambda file: file.as_posix())
+            if not found:
+                raise DataError(f"--input {given}: no file matches --glob {' '.join(globs)}")
+            files += found
+        elif given.is_file():
+            files.append(given)
+        else:
+            raise DataError(f"--input {given}: no such file or folder")
+    return files
+
+
+def _search(folder: Path, globs: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
+    for file in folder.rglob("*"):
+        if not any(fnmatch.fnmatch(file.name, pattern) for pattern in globs):
+            continue
+        parts = file.relative_to(folder).parts
+        if any(fnmatch.fnmatch(part, pattern) for part in parts for pattern in exclude):
+            continue
+        if file.is_file():
+            yield file
+
+
+def is_jsonl(path: Path) -> bool:
+    """Tell whether a file is read as one JSON record a line."""
+    return path.suffix.lower() in JSONL_SUFFIXES
+
+
+def iterate_records(files: Iterable[Path]) -> Iterator[RawRecord]:
+    """Yield the raw records of the files, in order.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    for path in files:
+        if not is_jsonl(path):
+            yield RawRecord(str(path), 0, None)
+            continue
+        try:
+            with path.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if number == 1:
+                        line = line.removeprefix(codecs.BOM_UTF8)
+                    yield RawRecord(str(path), number, line.rstrip(b"\r\n"))
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read_texts(record: RawRecord, keys: Sequence[str]) -> list[str]:
+    """Return the texts of a record, one for each key.
+
+    Args:
+        record: From `iterate_records`.
+        keys: JSON keys. A plain text file has one text, which stands for every key. A blank line
+            has empty texts.
+
+    Raises:
+        BadRecord: The record cannot be used.
+    """
+    if record.content is None:
+        try:
+            content = Path(record.path).read_bytes().removeprefix(codecs.BOM_UTF8)
+        except OSError as error:
+            raise BadRecord("unreadable file", f"cannot be read: {error.strerror}") from error
+        return [_decode(content, "file")] * len(keys)
+    if not record.content.strip():
+        return [""] * len(keys)
+    value = _parse_line(_decode(record.content, "line"))
+    return [_text_of(value, key) for key in keys]
+
+
+def _decode(content: bytes, whole: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRecord(
+            "invalid UTF-8",
+            f"not UTF-8: byte 0x{content[error.start]:02X} at offset {error.start} of the {whole}",
+        ) from None
+
+
+def _parse_line(line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise BadRecord(
+            "broken JSON", f"broken JSON: {error.msg} at character {error.pos} of the line"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits; 100000 brackets
+        raise BadRecord("broken JSON", f"broken JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BadRecord("not an object", f"expected a JSON object, found {_json_type(value)}")
+    return value
+
+
+def _text_of(value: dict[str, Any], key: str) -> str:
+    if key not in value:
+        found = ", ".join(repr(name) for name in list(value)[:8]) or "none"
+        raise BadRecord("missing key", f"key {key!r} is missing; keys found: {found}")
+    text = value[key]
+    if not isinstance(text, str):
+        raise BadRecord("wrong type", f"key {key!r}: expected a string, found {_json_type(text)}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRecord(
+            "lone surrogate",
+            f"key {key!r}: lone surrogate U+{ord(text[error.start]):04X} at character "
+            f"{error.start}",
+        ) from None
+    return text
+
+
+def _json_type(value: Any) -> str:
+    names = {
+        type(None): "null",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        str: "a string",
+        list: "an array",
+        dict: "an object",
+    }
+    return names[type(value)]

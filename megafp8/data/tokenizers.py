@@ -1,0 +1,284 @@
+"""Tokenizers behind one small protocol: text to ids and back, with one end-of-document id.
+
+The text of a document never produces the end-of-document id: a literal "<|endoftext|>" in it is
+encoded as ordinary characters. `decode` shows that id as "<|endoftext|>".
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import sentencepiece
+import tokenizers as hf_tokenizers
+
+from megafp8.errors import DataError
+
+EOD_TEXT = "<|endoftext|>"
+
+# Names under which tokenizers of other origin keep their end-of-document token, best first.
+_EOD_NAMES = (EOD_TEXT, "<EOD>", "<|end_of_text|>", "</s>", "<eos>")
+
+# SentencePiece writes a space as this character, so the character itself would come back as one.
+_SPACE_SYMBOL = "\u2581"
+
+TOKENIZER_TYPES = (
+    "SentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "ByteTokenizer",
+    "NullTokenizer",
+)
+
+
+class Tokenizer(Protocol):
+    """What preprocessing, training and sampling need of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens and the end-of-document id included."""
+        ...
+
+    @property
+    def eod(self) -> int:
+        """Id that ends a document."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, without an end-of-document id."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`."""
+        ...
+
+
+class ByteTokenizer:
+    """One id per UTF-8 byte (0..255) and 256 for the end of a document."""
+
+    vocab_size = 257
+    eod = 256
+
+    def encode(self, text: str) -> list[int]:
+        """Return the UTF-8 bytes of `text`."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text; bytes that are not UTF-8 (a sampled fragment) show as U+FFFD."""
+        return _join_documents(ids, self.eod, lambda run: bytes(run).decode("utf-8", "replace"))
+
+
+class NullTokenizer:
+    """Megatron's tokenizer for benchmarks: text is ids in decimal, separated by blanks.
+
+    Args:
+        vocab_size: Number of ordinary ids. As in Megatron, one more is added behind them for the
+            end of a document: `NullTokenizer(100)` has eod 100 and vocab_size 101.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 1:
+            raise DataError(f"NullTokenizer: --vocab-size {vocab_size}, expected at least 1")
+        self.eod = vocab_size
+        self.vocab_size = vocab_size + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Return the numbers in `text`.
+
+        Raises:
+            DataError: A word is no number, or not an ordinary id.
+        """
+        ids = []
+        for word in text.split():
+            # isdecimal alone also admits other scripts' digits.
+            if not (word.isascii() and word.isdecimal() and int(word) < self.eod):
+                raise DataError(f"NullTokenizer: {word[:20]!r} is not an id in 0..{self.eod - 1}")
+            ids.append(int(word))
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the ids in decimal, the end-of-document id too."""
+        return " ".join(str(int(token)) for token in ids)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model.
+
+    Args:
+        path: Model file, or a folder that holds `tokenizer.model`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        file = _model_file(path, "tokenizer.model")
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=file.read_bytes())
+        except (RuntimeError, OSError) as error:
+            raise DataError(f"{file}: not a SentencePiece model ({_one_line(error)})") from error
+        self.vocab_size = int(self._processor.get_piece_size())
+        self.eod = self._find_eod(file)
+        self._space_symbol_ids = self._byte_ids(_SPACE_SYMBOL)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`; a model with byte pieces keeps every character."""
+        if self._space_symbol_ids is None or _SPACE_SYMBOL not in text:
+            return self._encode_run(text)
+        first, *rest = text.split(_SPACE_SYMBOL)
+        ids = self._encode_run(first)
+        for run in rest:
+            ids += self._space_symbol_ids
+            ids += self._encode_run(run)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`."""
+        return _join_documents(ids, self.eod, self._processor.decode)
+
+    def _encode_run(self, text: str) -> list[int]:
+        text.encode("utf-8")  # the library drops lone surrogates without a word; this raises
+        return self._processor.encode(text)
+
+    def _find_eod(self, file: Path) -> int:
+        eos = int(self._processor.eos_id())
+        if eos >= 0:
+            return eos
+        for name in _EOD_NAMES:
+            token = int(self._processor.piece_to_id(name))
+            if token != self._processor.unk_id():
+                return token
+        raise DataError(f"{file}: no end-of-document token; expected one of {_EOD_NAMES}")
+
+    def _byte_ids(self, text: str) -> list[int] | None:
+        ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in text.encode("utf-8")]
+        return ids if all(self._processor.is_byte(token) for token in ids) else None
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` of the `tokenizers` library; nothing is downloaded.
+
+    Args:
+        path: The file, or a folder that holds `tokenizer.json`. A `tokenizer_config.json` beside it
+            may name the end-of-document token as `eos_token`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        file = _model_file(path, "tokenizer.json")
+        try:
+            self._tokenizer = hf_tokenizers.Tokenizer.from_str(file.read_text("utf-8"))
+        except Exception as error:  # the library raises bare Exception for a malformed file
+            raise DataError(f"{file}: not a tokenizer.json ({_one_line(error)})") from error
+        self._tokenizer.encode_special_tokens = True
+        # Ids may have gaps, and an embedding needs room for the largest.
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.eod = self._find_eod(file)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, with no token added around them."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`, special tokens included."""
+        return _join_documents(
+            ids, self.eod, lambda run: self._tokenizer.decode(run, skip_special_tokens=False)
+        )
+
+    def _find_eod(self, file: Path) -> int:
+        named = _named_eos_token(file.with_name("tokenizer_config.json"))
+        for name in (named, *_EOD_NAMES) if named else _EOD_NAMES:
+            token = self._tokenizer.token_to_id(name)
+            if token is not None:
+                return int(token)
+        raise DataError(f"{file}: no end-of-document token; expected one of {_EOD_NAMES}")
+
+
+def build_tokenizer(data: Any) -> Tokenizer | None:
+    """Build the tokenizer that the data section names.
+
+    Args:
+        data: Has `tokenizer_type`, `tokenizer_model` and `vocab_size` (None where not given).
+
+    Returns:
+        The tokenizer; None if `tokenizer_type` is None.
+
+    Raises:
+        DataError: The model is missing or unreadable, or the type is unknown.
+    """
+    kind, model = data.tokenizer_type, data.tokenizer_model
+    if kind is None:
+        return None
+    if kind == "ByteTokenizer":
+        return ByteTokenizer()
+    if kind == "NullTokenizer":
+        if data.vocab_size is None:
+            raise DataError("--tokenizer-type NullTokenizer needs --vocab-size")
+        return NullTokenizer(data.vocab_size)
+    if kind not in TOKENIZER_TYPES:
+        raise DataError(f"--tokenizer-type {kind}: expected one of {', '.join(TOKENIZER_TYPES)}")
+    if model is None:
+        raise DataError(f"--tokenizer-type {kind} needs --tokenizer-model (a file or its folder)")
+    if kind == "SentencePieceTokenizer":
+        return SentencePieceTokenizer(model)
+    return HuggingFaceTokenizer(model)
+
+
+def resolve_vocab_size(data: Any, tokenizer: Tokenizer | None = None) -> int:
+    """Return the number of ids that the model needs, before padding.
+
+    Args:
+        data: The data section, as in `build_tokenizer`.
+        tokenizer: Already built one; else it is built from `data`.
+
+    Returns:
+        The tokenizer's size, or a larger `--vocab-size`. Of a NullTokenizer `--vocab-size` is the
+        number of ordinary ids and the result is one more (Megatron's meaning).
+
+    Raises:
+        DataError: `--vocab-size` is smaller than the tokenizer, or nothing tells the size.
+    """
+    tokenizer = tokenizer or build_tokenizer(data)
+    if tokenizer is None:
+        if data.vocab_size is None:
+            raise DataError("the vocabulary size is unknown: give --tokenizer-type or --vocab-size")
+        return int(data.vocab_size)
+    if data.vocab_size is None or isinstance(tokenizer, NullTokenizer):
+        return tokenizer.vocab_size
+    if data.vocab_size < tokenizer.vocab_size:
+        raise DataError(
+            f"--vocab-size {data.vocab_size} is smaller than the tokenizer's "
+            f"{tokenizer.vocab_size} ids"
+        )
+    return int(data.vocab_size)
+
+
+def _join_documents(ids: Iterable[int], eod: int, decode_run: Any) -> str:
+    """Decode the runs between end-of-document ids and put EOD_TEXT between them."""
+    texts, run = [], []
+    for token in ids:
+        if int(token) == eod:
+            texts.append(decode_run(run) if run else "")
+            run = []
+        else:
+            run.append(int(token))
+    texts.append(decode_run(run) if run else "")
+    return EOD_TEXT.join(texts)
+
+
+def _model_file(path: str | Path, name: str) -> Path:
+    given = Path(path)
+    file = given / name if given.is_dir() else given
+    if not file.is_file():
+        what = f"the folder holds no {name}" if given.is_dir() else "no such file"
+        raise DataError(f"--tokenizer-model {path}: {what}")
+    return file
+
+
+def _named_eos_token(file: Path) -> str | None:
+    if not file.is_file():
+        return None
+    try:
+        token = json.loads(file.read_text("utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{file}: not a JSON object ({_one_line(error)})") from error
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

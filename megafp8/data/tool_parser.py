@@ -1,0 +1,76 @@
+"""Command line parser of the tools in this package's domain: errors are one line, exit code 2."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from megafp8.data.sources import DEFAULT_GLOBS
+from megafp8.errors import MegaFP8Error
+from megafp8.log import configure
+
+
+class ToolParser(argparse.ArgumentParser):
+    """An `ArgumentParser` without abbreviations and without the usage text before an error."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__(
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and exit with code 2."""
+        self.exit(2, f"error: {message} (--help lists the flags)\n")
+
+    def add_input_arguments(self) -> None:
+        """Add the flags that say which text to read."""
+        self.add_argument(
+            "--input",
+            nargs="+",
+            required=True,
+            metavar="F",
+            help="JSONL files (.jsonl .json .ndjson), text files (one document each), folders",
+        )
+        self.add_argument(
+            "--glob",
+            nargs="+",
+            default=list(DEFAULT_GLOBS),
+            metavar="PATTERN",
+            help="names of files to take from folders, at any depth",
+        )
+        self.add_argument(
+            "--exclude",
+            nargs="+",
+            default=[],
+            metavar="PATTERN",
+            help="names of files and folders to leave out of folders",
+        )
+        self.add_argument(
+            "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of JSONL records"
+        )
+        self.add_argument(
+            "--skip-bad-records",
+            action="store_true",
+            help="count records that cannot be used and go on, instead of stopping at the first",
+        )
+
+
+def run_tool(work: Callable[[], list[str]]) -> int:
+    """Run a tool's work, print its report lines, and return the exit code.
+
+    Args:
+        work: Does everything and returns the lines to print.
+    """
+    configure(0)
+    try:
+        lines = work()
+    except MegaFP8Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    print("\n".join(lines))
+    return 0

@@ -1,0 +1,41 @@
+"""The exception family of megafp8.
+
+Everything that a user can cause derives from `MegaFP8Error`: entry points print its message as one
+line (what, where, found, allowed) and end with its `exit_code`. Programmer errors stay `assert`.
+"""
+
+
+class MegaFP8Error(ValueError):
+    """Base of all errors that are shown to the user as one line."""
+
+    exit_code: int = 2
+
+
+class ConfigurationError(MegaFP8Error):
+    """A flag, a YAML key, or a combination of them that cannot be met."""
+
+
+class DataError(MegaFP8Error):
+    """A corpus, an index, a blend or a tokenizer that cannot be used."""
+
+
+class CheckpointError(MegaFP8Error):
+    """A checkpoint that is missing, partial, damaged or of another model."""
+
+
+class PrecisionError(MegaFP8Error):
+    """A precision request that cannot be met, or a rule that matches nothing."""
+
+
+class LaunchError(MegaFP8Error):
+    """A world size, rendezvous or device that does not fit the run."""
+
+
+class TrainingError(MegaFP8Error, RuntimeError):
+    """A running training that has to stop (non-finite loss, too many skipped steps).
+
+    The input was valid, so the exit code is 1 and not 2. It is a RuntimeError as well, for code
+    that tells failures at run time from wrong input.
+    """
+
+    exit_code: int = 1

@@ -1,0 +1,219 @@
+"""What a command line would run: configuration, precision plan, layers and parameters per rank.
+
+All of it is arithmetic; neither torch nor a corpus is touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import yaml
+
+from megafp8.config.cli import Command
+from megafp8.config.layout import Layout
+from megafp8.config.run import RunConfig
+from megafp8.config.shape import ModelShape, ParameterSpec
+from megafp8.errors import ConfigurationError
+from megafp8.precision.plan import PrecisionPlan, build_plan
+from megafp8.precision.recipe import recipe_fields
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks of one pipeline position; they hold equal numbers of parameters.
+
+    Attributes:
+        ranks: world ranks.
+        stages: stages that each of them holds.
+        layers: blocks of those stages.
+        parameters: elements of one tensor-parallel rank, before FSDP.
+        shard: elements of FSDP shard 0, the largest.
+        tied_copy: elements among `parameters` that repeat the word embedding.
+    """
+
+    ranks: range
+    stages: tuple[int, ...]
+    layers: tuple[int, ...]
+    parameters: int
+    shard: int
+    tied_copy: int
+
+
+def preflight(config: RunConfig, world_size: int) -> tuple[RunConfig, ModelShape, PrecisionPlan]:
+    """Run every check that needs no process group.
+
+    Returns:
+        The configuration with the batch size filled in, the model's sizes, the precision plan.
+
+    Raises:
+        MegaFP8Error: One line for the first thing that does not fit.
+    """
+    resolved = config.resolved(world_size)
+    shape = ModelShape.from_config(resolved, vocabulary(resolved))
+    plan = build_plan(resolved, shape, resolved.layout(world_size))
+    rank_groups(shape, resolved.layout(world_size))
+    return resolved, shape, plan
+
+
+def vocabulary(config: RunConfig) -> int:
+    """Return the tokens before padding, from the flags or, if it is named, from the tokenizer.
+
+    Raises:
+        ConfigurationError: Neither tells.
+        DataError: The tokenizer cannot be read, or contradicts --vocab-size.
+    """
+    if config.data.tokenizer_model is not None:
+        # Reading a tokenizer needs its library; flags alone do not.
+        from megafp8.data.tokenizers import resolve_vocab_size
+
+        return resolve_vocab_size(config.data)
+    size = config.known_vocab_size
+    if size is None:
+        raise ConfigurationError(
+            "the vocabulary size is unknown: give --vocab-size, or --tokenizer-type with "
+            "--tokenizer-model"
+        )
+    return size
+
+
+def rank_groups(shape: ModelShape, layout: Layout) -> tuple[RankGroup, ...]:
+    """Return what each pipeline position holds.
+
+    Raises:
+        ConfigurationError: The layers of all stages are not the model's, each once.
+    """
+    per_position = layout.world_size // layout.pp
+    # Parameters differ between blocks only in the layer number: one block stands for all.
+    sizes = _StageSizes(shape, layout)
+    groups = []
+    for pp_rank in range(layout.pp):
+        stages = layout.stage_indices(pp_rank)
+        layers = tuple(layer for stage in stages for layer in layout.stage_layers(stage))
+        first = pp_rank * per_position
+        groups.append(
+            RankGroup(
+                ranks=range(first, first + per_position),
+                stages=stages,
+                layers=layers,
+                parameters=sum(sizes.full(stage) for stage in stages),
+                shard=sum(sizes.shard(stage) for stage in stages),
+                tied_copy=sum(sizes.tied_copy(stage) for stage in stages),
+            )
+        )
+    built = sorted(layer for group in groups for layer in group.layers)
+    if built != list(range(shape.num_layers)):
+        raise ConfigurationError(
+            f"the stages would build {len(built)} layers, num_layers is {shape.num_layers}"
+        )
+    return tuple(groups)
+
+
+class _StageSizes:
+    """Elements of each stage's parameters on one rank."""
+
+    def __init__(self, shape: ModelShape, layout: Layout) -> None:
+        self.layout = layout
+        last = layout.num_stages - 1
+        specs = {stage: shape.stage_parameters(layout, stage) for stage in {0, min(1, last), last}}
+        inner = [spec for spec in specs[min(1, last)] if spec.layer is not None]
+        self.specs = {stage: specs.get(stage, inner) for stage in range(layout.num_stages)}
+        self.tied_stage = last if shape.tied and last > 0 else None
+
+    def full(self, stage: int) -> int:
+        return sum(self._local(spec) for spec in self.specs[stage])
+
+    def shard(self, stage: int) -> int:
+        layout = self.layout
+        return sum(spec.shard_numel(layout.tp, layout.fsdp) for spec in self.specs[stage])
+
+    def tied_copy(self, stage: int) -> int:
+        if stage != self.tied_stage:
+            return 0
+        return sum(self._local(spec) for spec in self.specs[stage] if spec.kind == "output")
+
+    def _local(self, spec: ParameterSpec) -> int:
+        return spec.shard_numel(self.layout.tp, 1)
+
+
+def choose_world_size(command: Command, environment_size: int | None) -> int:
+    """Return --world-size, else WORLD_SIZE, else the smallest that fits."""
+    return command.world_size or environment_size or command.config.smallest_world_size
+
+
+def describe(config: RunConfig, world_size: int) -> str:
+    """Return the whole report.
+
+    Raises:
+        MegaFP8Error: One line for the first thing that does not fit.
+    """
+    resolved, shape, plan = preflight(config, world_size)
+    layout = resolved.layout(world_size)
+    content = yaml.safe_dump(resolved.to_dict(), sort_keys=False, width=100)
+    parts = [
+        "# resolved configuration\n" + content.rstrip(),
+        "# layout\n" + _layout_text(resolved, layout),
+        "# precision\n" + plan.render() + _recipe_text(resolved),
+        "# layers and parameters\n" + _parameter_text(shape, layout),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _layout_text(config: RunConfig, layout: Layout) -> str:
+    training = config.training
+    size, micro = training.global_batch_size, training.micro_batch_size
+    assert size is not None, "resolved above"
+    count = layout.num_microbatches(size, micro)
+    seq = config.model.seq_length
+    reshard = "freed after the forward pass" if layout.reshard_after_forward else "kept gathered"
+    return "\n".join(
+        [
+            f"world size {layout.world_size} = tp {layout.tp} * pp {layout.pp} * cp {layout.cp} * "
+            f"dp {layout.dp} (fsdp {layout.fsdp} * replicate {layout.replicate})",
+            f"schedule {layout.schedule}: {layout.num_stages} stages of {layout.layers_per_stage} "
+            f"layers, {layout.vp} per rank; gathered parameters are {reshard}",
+            f"global batch size {size} = micro batch {micro} * data parallel {layout.dp} * "
+            f"{count} micro-batches",
+            f"tokens per step {size} * {seq} = {size * seq}",
+        ]
+    )
+
+
+def _recipe_text(config: RunConfig) -> str:
+    fields = recipe_fields(config)
+    if not fields:
+        return ""
+    return "\n  recipe: " + ", ".join(f"{name} {value}" for name, value in fields.items())
+
+
+def _parameter_text(shape: ModelShape, layout: Layout) -> str:
+    groups = rank_groups(shape, layout)
+    counts = [len(group.layers) for group in groups]
+    lines = [
+        f"layers built {' + '.join(map(str, counts))} = {sum(counts)}, "
+        f"num_layers {shape.num_layers}",
+        f"parameters {shape.num_parameters} "
+        f"(vocabulary {shape.vocab_size} padded to {shape.padded_vocab_size})",
+    ]
+    for group in groups:
+        last = group.ranks[-1]
+        ranks = f"ranks {group.ranks[0]}-{last}" if len(group.ranks) > 1 else f"rank {last}"
+        copy = f", {group.tied_copy} of them a copy of the embedding" if group.tied_copy else ""
+        lines.append(
+            f"  {ranks}: stages {_list(group.stages)}, layers {_spans(group.layers)}, "
+            f"{group.parameters} parameters per rank{copy}, {group.shard} in its largest FSDP shard"
+        )
+    return "\n".join(lines)
+
+
+def _list(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _spans(numbers: tuple[int, ...]) -> str:
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(f"{low}-{high}" if low < high else str(low) for low, high in spans)

@@ -1,0 +1,122 @@
+"""The entry point: command line and environment in, exit code out.
+
+Exit codes: 0 done, 1 a run that had to stop, 2 a mistake that one line explains, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+
+from megafp8.config.checks import check_trainable
+from megafp8.config.cli import parse_command, wants_help
+from megafp8.config.environment import (
+    LaunchEnvironment,
+    OwnRankError,
+    guess_ranks,
+    read_world_size,
+)
+from megafp8.config.megatron_flags import accepted_reason
+from megafp8.config.run import RunConfig
+from megafp8.config.yaml_reader import UnreadableFileError
+from megafp8.errors import DataError, MegaFP8Error
+from megafp8.launch.dry_run import choose_world_size, describe, preflight
+from megafp8.log import configure, get_logger
+
+PROGRAM = "pretrain_gpt.py"
+INTERRUPTED = 130
+
+# Switches of ours that are accepted for Megatron's sake and always hold.
+ALWAYS_ON = {
+    "use_torch_fsdp2": "parameters always go through FSDP2",
+    "overlap_grad_reduce": "FSDP2 always overlaps",
+    "overlap_param_gather": "FSDP2 always overlaps",
+}
+
+
+def main(argv: list[str], environment: Mapping[str, str] | None = None) -> int:
+    """Run a command line and return the exit code.
+
+    Args:
+        argv: Arguments without the program's name.
+        environment: What the launcher set; the process's own environment by default.
+    """
+    environment = os.environ if environment is None else environment
+    rank, local_rank = guess_ranks(environment)
+    try:
+        return _dispatch(argv, environment)
+    except MegaFP8Error as error:
+        if _speaks(error, rank, local_rank):
+            print(f"{PROGRAM}: error: {_one_line(error)}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        if rank == 0:
+            print(f"{PROGRAM}: interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # `--help | head` closed our output; Python would complain once more while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception:  # a bug: shown in full, marked with its rank
+        mark = f"[rank {rank}] "
+        text = "".join(mark + line + "\n" for line in traceback.format_exc().splitlines())
+        print(text, end="", file=sys.stderr, flush=True)
+        return 1
+
+
+def _dispatch(argv: list[str], environment: Mapping[str, str]) -> int:
+    if wants_help(argv):
+        from megafp8.config.help import help_text
+
+        sys.stdout.write(help_text())
+        return 0
+    command = parse_command(argv)
+    if command.dry_run:
+        # An explicit size needs no launcher's, which may be of another job.
+        started = None if command.world_size else read_world_size(environment)
+        text = describe(command.config, choose_world_size(command, started))
+        if guess_ranks(environment)[0] == 0:
+            sys.stdout.write(text)
+        return 0
+    return _train(command.config, LaunchEnvironment.from_mapping(environment))
+
+
+def _train(config: RunConfig, launch: LaunchEnvironment) -> int:
+    configure(launch.rank)
+    check_trainable(config)
+    resolved, _, _ = preflight(config, launch.world_size)
+    logger = get_logger(__name__)
+    for note in launch.notes:
+        logger.info("%s", note)
+    for flag, reason in _without_effect(config):
+        logger.info("%s has no effect: %s", flag, reason)
+    # Imported here: torch takes seconds, and nothing above needs it.
+    from megafp8.train.run import run
+
+    run(resolved, launch)
+    return 0
+
+
+def _without_effect(config: RunConfig) -> list[tuple[str, str]]:
+    ours = [
+        ("--" + field.replace("_", "-"), reason)
+        for field, reason in ALWAYS_ON.items()
+        if getattr(config.parallel, field)
+    ]
+    return ours + [(flag, accepted_reason(flag)) for flag in config.accepted_flags]
+
+
+def _speaks(error: MegaFP8Error, rank: int, local_rank: int) -> bool:
+    """Whether this rank prints an error: rank 0, or the one whose own fault it is.
+
+    A file may be missing on one node only, so the first rank of each node speaks about files.
+    """
+    if rank == 0 or isinstance(error, OwnRankError) or getattr(error, "own_rank", False):
+        return True
+    return local_rank == 0 and isinstance(error, (UnreadableFileError, DataError))
+
+
+def _one_line(error: MegaFP8Error) -> str:
+    return " ".join(str(error).split())

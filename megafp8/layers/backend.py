@@ -1,0 +1,75 @@
+"""The seam between the model and the engine of its layers (native, or TransformerEngine).
+
+A backend makes the modules whose arithmetic the precision plan governs. Both backends give the same
+module names, parameter names (canonical), scale state and metrics.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from megafp8.numerics import Recipe, ScaleRegistry
+from megafp8.parallel.mesh import Mesh
+from megafp8.parallel.pipeline import DeferredWeightGradients
+
+from megafp8.layers.parameters import ParameterFactory
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    """Everything a linear layer is told at construction.
+
+    Attributes:
+        name: canonical module name, e.g. "decoder.layers.0.mlp.linear_fc1".
+        mode: "column" (output features split over tp) or "row" (input features split).
+        fp8: whether its GEMMs run in FP8.
+        bias: whether it has a bias.
+    """
+
+    name: str
+    mode: str
+    fp8: bool
+    bias: bool
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What all layers of one pipeline stage share.
+
+    Attributes:
+        mesh: the grid and its groups.
+        factory: makes parameters by canonical name.
+        registry: scale state of the rank's FP8 tensors (None without FP8).
+        recipe: FP8 recipe (None without FP8).
+        compute_dtype: dtype of activations.
+        sequence_parallel: norms and dropout work on [s/tp, b, h].
+        fp8_gather: gathers over tp carry FP8 payloads.
+        cache_weights: parameters stay gathered over a step, so FP8 casts of weights may be kept.
+        deferred: queue of weight gradients of a zero-bubble schedule, else None.
+    """
+
+    mesh: Mesh
+    factory: ParameterFactory
+    registry: ScaleRegistry | None
+    recipe: Recipe | None
+    compute_dtype: torch.dtype
+    sequence_parallel: bool
+    fp8_gather: bool
+    cache_weights: bool
+    deferred: DeferredWeightGradients | None
+
+
+class Backend(Protocol):
+    """Makes linear layers and norms."""
+
+    name: str
+
+    def linear(self, context: LayerContext, options: LinearOptions) -> nn.Module:
+        """A tensor-parallel linear: [s(/tp), b, in] -> [s(/tp), b, out(/tp)]."""
+        ...
+
+    def norm(self, context: LayerContext, name: str, kind: str, epsilon: float) -> nn.Module:
+        """LayerNorm or RMSNorm over the last dim, replicated over tp."""
+        ...

@@ -1,0 +1,59 @@
+"""The feed-forward part of a block: fc1, activation (GELU, tanh-GELU or SwiGLU), fc2."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megafp8.layers.backend import Backend, LayerContext, LinearOptions
+
+
+class _SwigluFunction(torch.autograd.Function):
+    """silu(gate) * up for x = [gate, up] along the last dim; saves x alone.
+
+    Halves, not interleaved columns: TransformerEngine's and Megatron's rank layout.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        silu = F.silu(gate)
+        dx = torch.empty_like(x)
+        dgate, dup = dx.chunk(2, dim=-1)
+        torch.mul(grad, silu, out=dup)
+        dgate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        return dx
+
+
+class Mlp(nn.Module):
+    """[s(/tp), b, h] -> [s(/tp), b, h]."""
+
+    def __init__(
+        self,
+        context: LayerContext,
+        backend: Backend,
+        prefix: str,
+        fp8: tuple[bool, bool],
+        bias: bool,
+        swiglu: bool,
+        activation: str,
+    ) -> None:
+        super().__init__()
+        self.swiglu, self.approximate = swiglu, "tanh" if activation == "gelu-tanh" else "none"
+        fc1, fc2 = f"{prefix}.linear_fc1", f"{prefix}.linear_fc2"
+        self.linear_fc1 = backend.linear(context, LinearOptions(fc1, "column", fp8[0], bias))
+        self.linear_fc2 = backend.linear(context, LinearOptions(fc2, "row", fp8[1], bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """fc2(activation(fc1(x)))."""
+        x = self.linear_fc1(x)
+        x = _SwigluFunction.apply(x) if self.swiglu else F.gelu(x, approximate=self.approximate)
+        return self.linear_fc2(x)

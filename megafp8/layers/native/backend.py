@@ -1,0 +1,21 @@
+"""The native implementation of the layer backend."""
+
+from torch import nn
+
+from megafp8.layers.backend import LayerContext, LinearOptions
+from megafp8.layers.native.linear import Fp8Linear, HighPrecisionLinear
+from megafp8.layers.native.norm import Norm
+
+
+class NativeBackend:
+    """Layers in plain torch; FP8 GEMMs through `torch._scaled_mm` or exact emulation."""
+
+    name = "native"
+
+    def linear(self, context: LayerContext, options: LinearOptions) -> nn.Module:
+        """See `Backend.linear`."""
+        return (Fp8Linear if options.fp8 else HighPrecisionLinear)(context, options)
+
+    def norm(self, context: LayerContext, name: str, kind: str, epsilon: float) -> nn.Module:
+        """See `Backend.norm`."""
+        return Norm(context, name, kind, epsilon)

@@ -1,0 +1,179 @@
+"""Tensor-parallel linear layers: one autograd function, two kinds of operands (BF16/FP32 or FP8).
+
+Three GEMMs, letters: m tokens of the GEMM, k input features, n output features, all per rank.
+
+    fprop  y  = x  wT    [m, k] @ [k, n] -> [m, n]
+    dgrad  dx = dy w     [m, n] @ [n, k] -> [m, k]
+    wgrad  dw = dyT x    [n, m] @ [m, k] -> [n, k]
+
+Communication with sequence parallelism (s split over tp outside the tensor-parallel region):
+
+    column-parallel   forward: gather x          backward: gather the saved x, reduce-scatter dx
+    row-parallel      forward: reduce-scatter y  backward: gather dy
+
+and without it: column-parallel all-reduces dx in backward, row-parallel all-reduces y in forward.
+FP8 operands are gathered as their one-byte payload: delayed scaling gives all ranks one scale.
+dy is quantized once (E5M2) and feeds dgrad and wgrad.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megafp8.layers.backend import LayerContext, LinearOptions
+from megafp8.layers.native.operands import Fp8Operands, HighPrecisionOperands
+from megafp8.parallel.collectives import LINEAR_KINDS
+
+
+class _LinearFunction(torch.autograd.Function):
+    """y = x wT with the tensor-parallel communication of the layer's mode; see the module docstring."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: DTensor, layer: "_TensorParallelLinear") -> Tensor:
+        operands, gathers = layer.operands, layer.gathers_input
+        x_saved, x_full = operands.enter("input", x.reshape(-1, x.shape[-1]), gathers)
+        w = operands.weight(weight.to_local().flatten(0, -2))
+        y = operands.fprop(x_full, w)  # [m, k] @ [k, n] -> [m, n]
+        if layer.options.mode == "row":
+            y = layer.reduce(y, LINEAR_KINDS[1])[0]
+        # FSDP frees and refills the storage of a gathered weight between forward and backward, so
+        # what is saved is the weight itself unless its FP8 cast is kept for the whole step anyway.
+        kept = operands.keeps_weight
+        ctx.save_for_backward(operands.data(x_saved), operands.data(w) if kept else weight.to_local())
+        ctx.layer, ctx.weight, ctx.kept = layer, weight, kept
+        ctx.scales = (operands.scale_inv(x_saved), operands.scale_inv(w))
+        return y.view(-1, *x.shape[1:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        layer, operands = ctx.layer, ctx.layer.operands
+        x_data, w_data = ctx.saved_tensors
+        x_saved = operands.wrap("input", x_data, ctx.scales[0])
+        if ctx.kept:
+            w = operands.wrap("weight", w_data, ctx.scales[1])
+        else:
+            w = operands.weight(w_data.flatten(0, -2))
+        dy2 = grad.reshape(-1, grad.shape[-1])
+        dy_saved, dy = operands.enter("grad_output", dy2, layer.gathers_grad)
+        dx, work = None, None
+        if ctx.needs_input_grad[0]:
+            dx = operands.dgrad(dy, w)  # [m, n] @ [n, k] -> [m, k]
+            if layer.options.mode == "column":
+                dx, work = layer.reduce(dx, LINEAR_KINDS[1], async_op=True)
+
+        def weight_gradient() -> DTensor:
+            x = operands.gather_again(x_saved, layer.gathers_input)
+            dw = operands.wgrad(dy, x)  # [n, m] @ [m, k] -> [n, k]
+            return _as_gradient(dw, ctx.weight)
+
+        dw = layer.emit(ctx.weight, weight_gradient) if ctx.needs_input_grad[1] else None
+        if work is not None:
+            work.wait()
+        if dx is not None:
+            dx = dx.view(-1, *grad.shape[1:-1], dx.shape[-1])
+        return dx, dw, None
+
+
+def _as_gradient(local: Tensor, weight: DTensor) -> DTensor:
+    """This rank's gradient [n, k] as a DTensor placed like the weight (which may be [2, n/2, k])."""
+    return DTensor.from_local(
+        local.view(weight.to_local().shape),
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+
+
+class _TensorParallelLinear(nn.Module):
+    """What both precisions share: parameters, bias, communication by mode."""
+
+    operands: HighPrecisionOperands | Fp8Operands
+
+    def __init__(self, context: LayerContext, options: LinearOptions) -> None:
+        super().__init__()
+        self.options = options
+        self.tp = context.mesh.tp
+        self.sequence_parallel = context.sequence_parallel and self.tp.size > 1
+        self.deferred = context.deferred
+        self.weight = context.factory(f"{options.name}.weight")
+        self.bias = context.factory(f"{options.name}.bias") if options.bias else None
+        self.gathers_input = self.sequence_parallel and options.mode == "column"
+        self.gathers_grad = self.sequence_parallel and options.mode == "row"
+
+    def reduce(
+        self, partial: Tensor, kind: str, async_op: bool = False
+    ) -> tuple[Tensor, dist.Work | None]:
+        """Sum partial results over tp: to this rank's tokens with sequence parallelism, else to all."""
+        if self.sequence_parallel:
+            return self.tp.reduce_scatter(partial, kind, async_op)
+        return partial, self.tp.all_reduce(partial, "tp_all_reduce", async_op=async_op)
+
+    def emit(self, weight: DTensor, compute: Callable[[], DTensor]) -> DTensor | None:
+        """The weight gradient now, or queued for the W slot of a zero-bubble schedule."""
+        if self.deferred is None:
+            return compute()
+
+        @torch.no_grad()
+        def accumulate() -> None:
+            gradient = compute()
+            # fp32, since several W slots may add up before FSDP2 takes the gradient over.
+            if weight.grad_dtype != torch.float32:
+                weight.grad_dtype = torch.float32
+            if weight.grad is None:
+                weight.grad = gradient.float()
+            else:
+                weight.grad.to_local().add_(gradient.to_local())
+
+        self.deferred.queue.append(accumulate)
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s(/tp), b, k] -> [s(/tp), b, n]; s is whole between a column and a row layer."""
+        y = _LinearFunction.apply(x, self.weight, self)
+        if self.bias is not None:
+            bias = self.bias.to_local()  # type: ignore[attr-defined]
+            y = y + bias.flatten()
+        return y
+
+    def extra_repr(self) -> str:
+        """Name, mode and what each role's tensors are."""
+        return f"{self.options.name}, {self.options.mode}, {self.operands!r}"
+
+
+class HighPrecisionLinear(_TensorParallelLinear):
+    """A linear in the compute dtype."""
+
+    def __init__(self, context: LayerContext, options: LinearOptions) -> None:
+        super().__init__(context, options)
+        self.operands = HighPrecisionOperands(self.tp, context.compute_dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the base; without tensor parallelism and deferral this is `F.linear`."""
+        if self.tp.size > 1 or self.deferred is not None:
+            return super().forward(x)
+        weight = self.weight.to_local().flatten(0, -2)  # type: ignore[attr-defined]
+        bias = self.bias.to_local().flatten() if self.bias is not None else None  # type: ignore[attr-defined]
+        return F.linear(x, weight, bias)
+
+
+class Fp8Linear(_TensorParallelLinear):
+    """A linear whose three GEMMs run in FP8 with delayed scaling."""
+
+    def __init__(self, context: LayerContext, options: LinearOptions) -> None:
+        super().__init__(context, options)
+        assert context.registry is not None and context.recipe is not None
+        self.operands = Fp8Operands(
+            options.name,
+            self.tp,
+            context.registry,
+            context.recipe,
+            fp8_gather=context.fp8_gather,
+            keeps_weight=context.cache_weights,
+        )

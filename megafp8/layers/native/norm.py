@@ -1,0 +1,57 @@
+"""LayerNorm and RMSNorm over the hidden dim, computed in fp32 inside, one autograd node each."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megafp8.layers.backend import LayerContext
+
+
+class _RmsNormFunction(torch.autograd.Function):
+    """y = x * rsqrt(mean(x^2) + eps) * weight; saves x and one fp32 number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        x32 = x.float()
+        rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(x, weight, rstd)
+        return (x32.mul_(rstd) if x32 is not x else x * rstd).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        normed = x.float() * rstd
+        grad32 = grad.float()
+        dweight = (grad32 * normed).flatten(0, -2).sum(0)
+        grad32 = grad32 * weight
+        mean = (grad32 * normed).mean(-1, keepdim=True)
+        dx = (grad32 - normed.mul_(mean)).mul_(rstd)
+        return dx.to(x.dtype), dweight.to(weight.dtype), None
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm with replicated parameters.
+
+    Under sequence parallelism each tp rank sees its own tokens, so the local gradients are partial
+    sums over tp; the training step adds them (`partial_gradients` of the model).
+    """
+
+    def __init__(self, context: LayerContext, name: str, kind: str, epsilon: float) -> None:
+        super().__init__()
+        self.kind, self.epsilon = kind, epsilon
+        self.weight = context.factory(f"{name}.weight")
+        self.bias = context.factory(f"{name}.bias") if kind == "LayerNorm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h] in the dtype of x."""
+        weight = self.weight.to_local()  # type: ignore[attr-defined]
+        if self.bias is None:
+            return _RmsNormFunction.apply(x, weight, self.epsilon)
+        bias = self.bias.to_local()  # type: ignore[attr-defined]
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, self.epsilon)
+
+    def extra_repr(self) -> str:
+        """Kind and epsilon."""
+        return f"{self.kind}, eps={self.epsilon}"

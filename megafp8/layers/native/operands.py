@@ -1,0 +1,168 @@
+"""The operands of a linear's GEMMs: in the compute dtype, or quantized to FP8."""
+
+import torch
+from torch import Tensor
+
+from megafp8.numerics import (
+    QuantizedTensor,
+    Recipe,
+    ScaleRegistry,
+    compute_amax,
+    dgrad,
+    fprop,
+    quantize,
+    wgrad,
+)
+from megafp8.parallel.collectives import LINEAR_KINDS, CommGroup
+
+
+class HighPrecisionOperands:
+    """Operands as plain tensors in the compute dtype."""
+
+    keeps_weight = False
+
+    def __init__(self, tp: CommGroup, dtype: torch.dtype) -> None:
+        self.tp, self.dtype = tp, dtype
+
+    def __repr__(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def enter(self, role: str, x: Tensor, gather: bool) -> tuple[Tensor, Tensor]:
+        """(what to save, what the GEMM reads); gathered over tp along tokens if asked."""
+        return x, self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
+
+    def gather_again(self, x: Tensor, gather: bool) -> Tensor:
+        """The saved operand as the GEMM needs it in backward."""
+        return self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
+
+    def weight(self, w: Tensor) -> Tensor:
+        """The weight operand [n, k]."""
+        return w
+
+    def data(self, operand: Tensor) -> Tensor:
+        """The tensor to save for backward."""
+        return operand
+
+    def scale_inv(self, operand: Tensor) -> None:
+        """High-precision operands have no scale."""
+
+    def wrap(self, role: str, data: Tensor, scale_inv: Tensor | None) -> Tensor:
+        """A saved tensor as operand again."""
+        return data
+
+    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
+        """[m, k] @ [k, n] -> [m, n]."""
+        return x @ w.t()
+
+    def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
+        """[m, n] @ [n, k] -> [m, k]."""
+        return dy @ w
+
+    def wgrad(self, dy: Tensor, x: Tensor) -> Tensor:
+        """[n, m] @ [m, k] -> [n, k]."""
+        return dy.t() @ x
+
+
+class Fp8Operands:
+    """Operands quantized with the registry's delayed scales.
+
+    Args:
+        name: canonical module name; its three tensors are registered under it.
+        tp: group over which operands are gathered.
+        registry: scale state of this rank.
+        recipe: formats and flags.
+        fp8_gather: gathers carry FP8 bytes; else the compute dtype is gathered and then quantized.
+        keeps_weight: the FP8 weight is cast once per step and kept, as parameters stay gathered.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tp: CommGroup,
+        registry: ScaleRegistry,
+        recipe: Recipe,
+        fp8_gather: bool,
+        keeps_weight: bool,
+    ) -> None:
+        self.tp, self.registry, self.recipe = tp, registry, recipe
+        self.fp8_gather, self.keeps_weight = fp8_gather, keeps_weight
+        self.index = {
+            role: registry.register(name, role) for role in ("input", "weight", "grad_output")
+        }
+        self._cached: tuple[int, QuantizedTensor] | None = None
+
+    def __repr__(self) -> str:
+        forward, gradient = self.recipe.forward_format.name, self.recipe.gradient_format.name
+        return f"fp8 delayed: input {forward}, weight {forward}, grad_output {gradient}"
+
+    def _quantize(self, role: str, x: Tensor) -> QuantizedTensor:
+        index, fmt = self.index[role], self.recipe.format(role)
+        data = quantize(x, self.registry.scale_of(index), fmt)
+        return QuantizedTensor(data, self.registry.scale_inv_of(index), fmt)
+
+    def enter(
+        self, role: str, x: Tensor, gather: bool
+    ) -> tuple[QuantizedTensor | Tensor, QuantizedTensor]:
+        """Quantize x [tokens, features], record its amax, gather it over tp along tokens if asked.
+
+        Returns:
+            (what to save, what the GEMM reads).
+        """
+        if self.registry.recording:
+            self.registry.record(self.index[role], compute_amax(x))
+        if gather and not self.fp8_gather:
+            full = self._quantize(role, self.tp.all_gather(x, LINEAR_KINDS[0]))
+            return full, full
+        local = self._quantize(role, x)
+        return local, self._gather(local) if gather else local
+
+    def _gather(self, local: QuantizedTensor) -> QuantizedTensor:
+        # One scale on all tp ranks (the amax reduction spans them), so only codes travel.
+        data = self.tp.all_gather(local.data, LINEAR_KINDS[0])
+        return QuantizedTensor(data, local.scale_inv, local.format)
+
+    def gather_again(self, x: QuantizedTensor, gather: bool) -> QuantizedTensor:
+        """The saved operand as wgrad needs it: gathered again unless it was saved whole."""
+        return self._gather(x) if gather and self.fp8_gather else x
+
+    def weight(self, w: Tensor) -> QuantizedTensor:
+        """The weight [n, k] in FP8: cast once per step where parameters stay gathered.
+
+        A kept cast belongs to one version of the registry, which changes with every scale update
+        and every load, that is, whenever scale or weight can have changed.
+        """
+        version = self.registry.version
+        if self.keeps_weight and self._cached is not None and self._cached[0] == version:
+            return self._cached[1]
+        if self.recipe.weight_amax == "cast" and self.registry.recording:
+            self.registry.record(self.index["weight"], compute_amax(w))
+        cast = self._quantize("weight", w)
+        if self.keeps_weight:
+            cast = QuantizedTensor(cast.data, cast.scale_inv.clone(), cast.format)
+            self._cached = (version, cast)
+        return cast
+
+    def data(self, operand: QuantizedTensor) -> Tensor:
+        """The payload to save for backward."""
+        return operand.data
+
+    def scale_inv(self, operand: QuantizedTensor) -> Tensor:
+        """The scale to decode the payload with."""
+        return operand.scale_inv
+
+    def wrap(self, role: str, data: Tensor, scale_inv: Tensor | None) -> QuantizedTensor:
+        """A saved payload as operand again."""
+        assert scale_inv is not None
+        return QuantizedTensor(data, scale_inv, self.recipe.format(role))
+
+    def fprop(self, x: QuantizedTensor, w: QuantizedTensor) -> Tensor:
+        """[m, k] @ [k, n] -> [m, n], E4M3 x E4M3."""
+        return fprop(x, w)
+
+    def dgrad(self, dy: QuantizedTensor, w: QuantizedTensor) -> Tensor:
+        """[m, n] @ [n, k] -> [m, k], E5M2 x E4M3."""
+        return dgrad(dy, w)
+
+    def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor) -> Tensor:
+        """[n, m] @ [m, k] -> [n, k], E5M2 x E4M3."""
+        return wgrad(dy, x)

@@ -1,0 +1,184 @@
+"""Builds this rank's stages: parameters drawn, sharded by FSDP2 block by block, registry made."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megafp8.config import ModelShape, ParameterSpec, RunConfig
+from megafp8.config.shape import EMBEDDING, OUTPUT
+from megafp8.errors import ConfigurationError
+from megafp8.layers import Backend, LayerContext, ParameterFactory
+from megafp8.layers.native import NativeBackend
+from megafp8.layers.rope import Rope, RopeScaling
+from megafp8.model.gpt import GPTStage
+from megafp8.numerics import Recipe, ScaleRegistry
+from megafp8.parallel.fsdp import shard_module
+from megafp8.parallel.mesh import Mesh
+from megafp8.parallel.pipeline import DeferredWeightGradients, PipelineRunner
+from megafp8.precision import PrecisionPlan
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Model:
+    """This rank's part of the model.
+
+    Attributes:
+        stages: its stage modules, in the order of `layout.stage_indices`.
+        runner: runs micro-batches through them.
+        registry: scale state of its FP8 tensors; None without FP8.
+        specs: global description of every parameter, by canonical name.
+        parameters: this rank's parameters by canonical name; the last stage's copy of a tied
+            embedding is under "output_layer.weight".
+        tied: whether embedding and output layer share values.
+        partial_gradients: names whose gradients are partial sums over tp after the backward.
+    """
+
+    stages: list[GPTStage]
+    runner: PipelineRunner
+    registry: ScaleRegistry | None
+    specs: dict[str, ParameterSpec]
+    parameters: dict[str, nn.Parameter]
+    tied: bool
+    partial_gradients: frozenset[str]
+
+    @property
+    def is_tied_copy(self) -> bool:
+        """Whether this rank holds the output layer's copy of a tied embedding."""
+        return self.tied and OUTPUT in self.parameters
+
+    def set_training(self, training: bool) -> None:
+        """Switch dropout on or off."""
+        for stage in self.stages:
+            stage.train(training)
+
+
+def build_model(
+    config: RunConfig, shape: ModelShape, plan: PrecisionPlan, recipe: Recipe | None, mesh: Mesh
+) -> Model:
+    """Build this rank's stages; a collective call on all ranks.
+
+    Args:
+        config: the run.
+        shape: sizes, with the vocabulary known.
+        plan: which linears are FP8.
+        recipe: how; None without FP8.
+        mesh: the grid.
+
+    Raises:
+        ConfigurationError: the parameters built, summed over pipeline ranks, are not the model's.
+    """
+    model, layout = config.model, mesh.layout
+    dtype = DTYPES[config.precision.compute_dtype]
+    registry = ScaleRegistry(recipe) if recipe is not None else None
+    factory = ParameterFactory(
+        shape.parameters(),
+        mesh,
+        config.training.seed,
+        model.init_method_std,
+        shape.num_layers,
+        shape.vocab_size,
+    )
+    rope = _rope(config, mesh.world.device)
+    backend: Backend = NativeBackend()
+    stages, queues = [], []
+    for index in layout.stage_indices(mesh.pp_rank):
+        queue = DeferredWeightGradients() if layout.schedule == "zbv" else None
+        context = LayerContext(
+            mesh=mesh,
+            factory=factory,
+            registry=registry,
+            recipe=recipe,
+            compute_dtype=dtype,
+            sequence_parallel=layout.sequence_parallel and layout.tp > 1,
+            fp8_gather=config.precision.fp8_tp_comm != "none",
+            cache_weights=not layout.reshard_after_forward or layout.fsdp == 1,
+            deferred=queue,
+        )
+        stage = GPTStage(
+            context, backend, config, plan, layout, index, shape.vocab_size, rope
+        )
+        _shard_stage(stage, mesh, dtype)
+        stages.append(stage)
+        queues.append(queue)
+    if registry is not None:
+        registry.finalize(mesh.world.device)
+    parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
+    _check_built(shape, parameters, mesh)
+    tp_sequence = layout.tp if layout.sequence_parallel else 1
+    tokens = shape.seq_length // tp_sequence
+    runner = PipelineRunner(
+        stages,
+        mesh,
+        layout.schedule,
+        (tokens, config.training.micro_batch_size, shape.hidden_size),
+        dtype,
+        [queue for queue in queues if queue is not None] or None,
+    )
+    return Model(
+        stages=stages,
+        runner=runner,
+        registry=registry,
+        specs={spec.name: spec for spec in shape.parameters()},
+        parameters=parameters,
+        tied=shape.tied,
+        partial_gradients=_partial_gradients(shape, parameters, tp_sequence > 1),
+    )
+
+
+def _rope(config: RunConfig, device: torch.device) -> Rope | None:
+    model = config.model
+    if model.position_embedding_type != "rope":
+        return None
+    scaling = None
+    if model.use_rope_scaling:
+        scaling = RopeScaling(
+            model.rope_scaling_factor,
+            model.rope_low_freq_factor,
+            model.rope_high_freq_factor,
+            model.rope_original_max_position_embeddings,
+        )
+    return Rope(model.rotary_dim, model.seq_length, model.rotary_base, scaling, device)
+
+
+def _shard_stage(stage: GPTStage, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Wrap blocks, embedding, output layer and root. The fused fc1 weight is split along h."""
+    dims = {p: 2 for p in stage.parameters() if p.dim() == 3}
+    for block in stage.decoder.layers.values():
+        shard_module(block, mesh, "block", dtype, dims)
+    for part in (stage.embedding, stage.output_layer):
+        if part is not None:
+            shard_module(part, mesh, "other", dtype, dims)
+    shard_module(stage, mesh, "other", dtype, dims)
+
+
+def _check_built(shape: ModelShape, parameters: dict[str, nn.Parameter], mesh: Mesh) -> None:
+    """Every parameter of the model is built exactly once over the pipeline ranks."""
+    mine = sum(
+        p.numel() for name, p in parameters.items() if not (shape.tied and name == OUTPUT)
+    )
+    total = torch.tensor([mine], dtype=torch.int64, device=mesh.world.device)
+    if mesh.pp.process_group is not None and mesh.pp.size > 1:
+        torch.distributed.all_reduce(total, group=mesh.pp.process_group)
+    wanted = sum(spec.numel for spec in shape.parameters())
+    if int(total) != wanted:
+        raise ConfigurationError(
+            f"model: built {int(total)} parameters over {mesh.pp.size} pipeline ranks, but "
+            f"{shape.num_layers} layers need {wanted}"
+        )
+
+
+def _partial_gradients(
+    shape: ModelShape, parameters: dict[str, nn.Parameter], sequence_parallel: bool
+) -> frozenset[str]:
+    """Replicated parameters whose tp ranks see different tokens (or different heads)."""
+    specs = {spec.name: spec for spec in shape.parameters()}
+    names = set()
+    for name in parameters:
+        spec = specs[EMBEDDING if shape.tied and name == OUTPUT else name]
+        per_head = "q_layernorm" in name or "k_layernorm" in name
+        if spec.tp_dim is None and (sequence_parallel or per_head):
+            names.add(name)
+    return frozenset(names)

@@ -1,0 +1,36 @@
+"""FP8 numerics: formats, casts, GEMMs and scale state. Knows no process groups and no models."""
+
+from megafp8.numerics.formats import E4M3, E5M2, Fp8Format
+from megafp8.numerics.gemm import (
+    DIMENSION_MULTIPLE,
+    check_gemm_dims,
+    dgrad,
+    fp8_hardware,
+    fprop,
+    keep_decoded,
+    wgrad,
+)
+from megafp8.numerics.quantize import QuantizedTensor, compute_amax, decode, quantize
+from megafp8.numerics.recipe import ROLES, Recipe, Role
+from megafp8.numerics.registry import ScaleRegistry
+
+__all__ = [
+    "DIMENSION_MULTIPLE",
+    "E4M3",
+    "E5M2",
+    "ROLES",
+    "Fp8Format",
+    "QuantizedTensor",
+    "Recipe",
+    "Role",
+    "ScaleRegistry",
+    "check_gemm_dims",
+    "compute_amax",
+    "decode",
+    "dgrad",
+    "fp8_hardware",
+    "fprop",
+    "keep_decoded",
+    "quantize",
+    "wgrad",
+]

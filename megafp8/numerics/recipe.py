@@ -1,0 +1,167 @@
+"""The delayed-scaling recipe: frozen choices, and the functions that pick an amax from a window.
+
+Every algorithm looks at filled entries only. An unfilled entry of a window is 0, and a filled one
+never is: a tensor whose amax is 0 leaves no entry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megafp8.errors import PrecisionError
+from megafp8.numerics.formats import E4M3, E5M2, Fp8Format
+
+Role = Literal["input", "weight", "grad_output"]
+ROLES: tuple[Role, ...] = ("input", "weight", "grad_output")
+
+# [H, N] window, newest last -> [N]; a column without any entry gives 0 or NaN ("keep the scale").
+AmaxAlgorithm = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Delayed scaling, as Transformer Engine defines it, with the choices that are ours.
+
+    Attributes:
+        margin: the scale is divided by `2**margin`.
+        amax_history_len: entries of the window, one per optimizer step.
+        amax_compute_algo: `max`, `most_recent`, `quantile:Q` (linear interpolation),
+            `trimmed_max:K` (the maximum without the K largest entries; at least one stays) or
+            `ema:B` (`e = B*e + (1-B)*amax`, from the oldest entry to the newest).
+        nonfinite_amax: `skip` leaves a non-finite amax out of the window; `freeze` lets inf in,
+            which keeps the scale until it leaves again, and drops NaN (Transformer Engine's way:
+            its amax kernel uses fmaxf).
+        weight_amax: `updated` records a weight's amax right after the optimizer step, `cast` when
+            the weight is cast, one step later.
+        forward_format: format of inputs and weights.
+        gradient_format: format of output gradients.
+        fp8_wgrad: False computes the weight gradient from high-precision operands.
+    """
+
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    nonfinite_amax: Literal["skip", "freeze"] = "skip"
+    weight_amax: Literal["updated", "cast"] = "updated"
+    forward_format: Fp8Format = E4M3
+    gradient_format: Fp8Format = E5M2
+    fp8_wgrad: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse values without a meaning.
+
+        Raises:
+            PrecisionError: naming the field, what was found and what is allowed.
+        """
+        if not _is_int(self.margin) or not -64 <= self.margin <= 64:
+            raise PrecisionError(f"margin {self.margin!r} is not an integer in -64..64")
+        if not _is_int(self.amax_history_len) or self.amax_history_len < 1:
+            raise PrecisionError(
+                f"amax_history_len {self.amax_history_len!r} is not a positive integer"
+            )
+        for field, allowed in _CHOICES.items():
+            found = getattr(self, field)
+            if found not in allowed:
+                raise PrecisionError(f"{field} {found!r} is not one of {', '.join(allowed)}")
+        if self.forward_format == E5M2:
+            raise PrecisionError(
+                "forward_format e5m2 is not supported: no GEMM takes two e5m2 operands; use e4m3"
+            )
+        parse_amax_algorithm(self.amax_compute_algo)
+
+    def format(self, role: Role) -> Fp8Format:
+        """Return the format in which tensors of this role are stored."""
+        if role not in ROLES:
+            raise PrecisionError(f"role {role!r} is not one of {', '.join(ROLES)}")
+        return self.gradient_format if role == "grad_output" else self.forward_format
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "nonfinite_amax": ("skip", "freeze"),
+    "weight_amax": ("updated", "cast"),
+}
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def parse_amax_algorithm(text: str) -> AmaxAlgorithm:
+    """Turn the name of an algorithm into a function from a window to the chosen amax.
+
+    Raises:
+        PrecisionError: for an unknown name or a parameter out of range.
+    """
+    name, colon, parameter = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if text == "max":
+        return _max
+    if text == "most_recent":
+        return _most_recent
+    if name == "quantile" and colon:
+        q = _number(text, parameter, "a number in 0..1", lambda v: 0.0 <= v <= 1.0)
+        return lambda history: _quantile(history, q)
+    if name == "trimmed_max" and colon:
+        allowed = "an integer of at least 0"
+        k = int(_number(text, parameter, allowed, lambda v: v >= 0 and v == int(v)))
+        return lambda history: _trimmed_max(history, k)
+    if name == "ema" and colon:
+        b = _number(text, parameter, "a number in 0..1, 1 excluded", lambda v: 0.0 <= v < 1.0)
+        return lambda history: _ema(history, b)
+    raise PrecisionError(
+        f"amax_compute_algo {text!r} is not one of max, most_recent, quantile:Q, trimmed_max:K, "
+        "ema:B"
+    )
+
+
+def _number(text: str, parameter: str, allowed: str, valid: Callable[[float], bool]) -> float:
+    try:
+        value = float(parameter)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or not valid(value):
+        raise PrecisionError(f"amax_compute_algo {text!r}: {parameter!r} is not {allowed}")
+    return value
+
+
+def _max(history: Tensor) -> Tensor:
+    return history.amax(dim=0)
+
+
+def _most_recent(history: Tensor) -> Tensor:
+    return history[-1]
+
+
+def _sorted_entries(history: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the columns in ascending order (unfilled zeros first) and their filled counts."""
+    return history.sort(dim=0).values, (history > 0).sum(dim=0)
+
+
+def _quantile(history: Tensor, q: float) -> Tensor:
+    # Own arithmetic: torch.quantile refuses more than 2**24 elements and knows no unfilled ones.
+    entries, filled = _sorted_entries(history)
+    position = (filled - 1).clamp(min=0) * q
+    low = position.floor()
+    first = history.shape[0] - filled.clamp(min=1)  # row of the smallest filled entry
+    below = entries.gather(0, (first + low.long())[None])[0]
+    above = entries.gather(0, (first + position.ceil().long())[None])[0]
+    return torch.lerp(below, above, (position - low).to(entries.dtype))
+
+
+def _trimmed_max(history: Tensor, k: int) -> Tensor:
+    entries, filled = _sorted_entries(history)
+    dropped = (filled - 1).clamp(min=0, max=k)
+    return entries.gather(0, (history.shape[0] - 1 - dropped)[None])[0]
+
+
+def _ema(history: Tensor, b: float) -> Tensor:
+    filled = history > 0
+    rank = filled.cumsum(dim=0)  # 1 for the oldest entry
+    weight = torch.pow(b, (rank[-1] - rank).to(history.dtype))
+    weight = torch.where(rank == 1, weight, weight * (1.0 - b))
+    return torch.where(filled, weight * history, 0.0).sum(dim=0)

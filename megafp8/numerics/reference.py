@@ -1,0 +1,100 @@
+"""Slow exact references, in NumPy and float64, sharing no code with the casts they check.
+
+A format's values follow from its bit layout; rounding picks the nearest of these values, in
+float64, where all of them and all midpoints between two of them are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megafp8.numerics.formats import Fp8Format
+
+_FP32_MAX = float(np.finfo(np.float32).max)
+
+
+def code_value(code: int, fmt: Fp8Format) -> float:
+    """Return the value of one byte, from its sign, exponent and mantissa bits."""
+    sign = -1.0 if code & 0x80 else 1.0
+    exponent = (code & 0x7F) >> fmt.mantissa_bits
+    mantissa = code & ((1 << fmt.mantissa_bits) - 1)
+    if code & 0x7F > fmt.max_code:
+        ieee_inf = fmt.name == "e5m2" and mantissa == 0
+        return sign * math.inf if ieee_inf else math.nan
+    fraction = mantissa / (1 << fmt.mantissa_bits)
+    if exponent == 0:
+        return sign * fraction * 2.0 ** (1 - fmt.bias)
+    return sign * (1.0 + fraction) * 2.0 ** (exponent - fmt.bias)
+
+
+def code_values(fmt: Fp8Format) -> NDArray[np.float64]:
+    """Return the values of all 256 bytes."""
+    return np.array([code_value(code, fmt) for code in range(256)])
+
+
+def encode(y: NDArray[np.float32], fmt: Fp8Format) -> NDArray[np.uint8]:
+    """Round scaled values to codes: nearest, ties to the even code, saturating; NaN is 0x7F."""
+    values = code_values(fmt)[: fmt.max_code + 1]
+    midpoints = (values[:-1] + values[1:]) / 2
+    magnitude = np.abs(y.astype(np.float64))
+    code = np.searchsorted(midpoints, magnitude, side="left")  # ties: the lower neighbour
+    tie = np.append(midpoints, np.inf)[code] == magnitude
+    code = code + (tie & (code % 2 == 1) & (code < fmt.max_code))
+    code = np.where(np.isnan(y), 0x7F, code)
+    return (code + 0x80 * np.signbit(y)).astype(np.uint8)
+
+
+def quantize(x: NDArray[np.float32], scale: float, fmt: Fp8Format) -> NDArray[np.uint8]:
+    """Return the codes of `x * scale`; the product is rounded to fp32 once."""
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        return encode(x * np.float32(scale), fmt)
+
+
+def gemm(
+    a: NDArray[np.uint8],
+    a_format: Fp8Format,
+    b: NDArray[np.uint8],
+    b_format: Fp8Format,
+    scale_inv: float,
+) -> NDArray[np.float64]:
+    """Return a [m, k] @ b [k, n] * scale_inv in float64.
+
+    E4M3 products are multiples of 2**-18 below 2**18: exact up to k = 2**17. E5M2 x E4M3 are
+    multiples of 2**-25 below 2**25: exact while partial sums stay below 2**28.
+    """
+    return code_values(a_format)[a] @ code_values(b_format)[b] * scale_inv
+
+
+def to_bfloat16_grid(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Round float64 to bf16 precision once (8 significant bits, ties to even; no subnormals)."""
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(np.rint(mantissa * 256.0) / 256.0, exponent)
+
+
+class DelayedScaling:
+    """One tensor's scale and window, in plain Python; the rule of `registry`, written again."""
+
+    def __init__(self, fmt: Fp8Format, length: int, margin: int = 0, skip: bool = True) -> None:
+        self.fp8_max, self.length, self.margin, self.skip = fmt.max, length, margin, skip
+        self.scale = np.float32(1.0)
+        self.window: list[float] = []
+
+    def update(self, amaxes: Sequence[float]) -> None:
+        """Take one step's amaxes (micro-batches, ranks) and choose the next scale by `max`."""
+        amax = 0.0
+        for value in amaxes:
+            if math.isnan(value):
+                value = math.inf if self.skip else 0.0
+            amax = max(amax, value)
+        if amax > 0.0 and not (self.skip and math.isinf(amax)):
+            self.window = [*self.window, amax][-self.length :]
+        chosen = max(self.window, default=0.0)
+        if chosen == 0.0 or math.isinf(chosen):
+            return
+        with np.errstate(over="ignore"):
+            scale = np.float32(self.fp8_max) / np.float32(chosen) / np.float32(2.0**self.margin)
+        self.scale = np.float32(_FP32_MAX) if np.isinf(scale) else scale

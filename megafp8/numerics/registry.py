@@ -1,0 +1,234 @@
+"""The state of delayed scaling: one object per rank for all FP8 tensors of its stages.
+
+Per tensor: `scale`, `scale_inv`, a window of amaxes (newest last) and the amax of the current step.
+The scale of step t comes from amaxes known before t; the first step uses 1.0.
+
+    scale_new = (fp8_max / amax) / 2**margin        fp32 division
+
+    chosen amax 0, inf or NaN           keep the scale
+    scale_new inf (tiny amax)           largest finite fp32
+    pending 0 (unused in this step)     no entry
+    pending inf or NaN                  `skip`: counted, no entry; `freeze`: see `Recipe`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megafp8.errors import CheckpointError, PrecisionError
+from megafp8.numerics.formats import Fp8Format
+from megafp8.numerics.recipe import ROLES, Recipe, Role, parse_amax_algorithm
+
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+def next_scale(amax: Tensor, scale: Tensor, fp8_max: Tensor, margin: int) -> Tensor:
+    """Return `(fp8_max / amax) / 2**margin`, elementwise in fp32.
+
+    Cases: amax 0, inf or NaN -> `scale`; a tiny amax, whose quotient is inf -> largest fp32.
+    """
+    usable = (amax > 0) & amax.isfinite()
+    new = (fp8_max / amax) / 2.0**margin
+    new = torch.where(new.isinf(), _FP32_MAX, new)
+    return torch.where(usable, new, scale)
+
+
+class ScaleRegistry:
+    """Scales and amax windows of N tensors, updated together.
+
+    Use: `register` every tensor, `finalize` once, then per step `record` (any number of times) and
+    one `update`. Layers keep indices. Nothing here waits for a device, except `tensors` and `load`.
+
+    Attributes (after `finalize`; all fp32 on the device unless said otherwise):
+        keys: list of (module name, role), in order of registration.
+        scale, scale_inv: [N]; written in place, so that views stay valid.
+        amax_history: [H, N], newest last, 0 = unfilled.
+        pending_amax: [N]; may hold NaN until the next update.
+        nonfinite: int64 [N], updates that saw a non-finite amax.
+        frozen_steps: int64 [N], updates that kept the scale because of a non-finite amax.
+        version: incremented whenever scales may have changed; keys a cache of casts.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.keys: list[tuple[str, Role]] = []
+        self.recording = True
+        self.version = 0
+        self._index: dict[tuple[str, Role], int] = {}
+        self._choose = parse_amax_algorithm(recipe.amax_compute_algo)
+        self._finalized = False
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def register(self, module_name: str, role: Role) -> int:
+        """Add one tensor and return its index.
+
+        Raises:
+            PrecisionError: for an unknown role or a name registered twice.
+        """
+        assert not self._finalized, "register() after finalize()"
+        if role not in ROLES:
+            raise PrecisionError(f"{module_name}: role {role!r} is not one of {', '.join(ROLES)}")
+        key = (module_name, role)
+        if key in self._index:
+            raise PrecisionError(f"{module_name}: role {role!r} is registered twice")
+        self._index[key] = len(self.keys)
+        self.keys.append(key)
+        return self._index[key]
+
+    def finalize(self, device: torch.device | str) -> None:
+        """Allocate the state: scale 1.0, empty windows."""
+        assert not self._finalized, "finalize() called twice"
+        n, h = len(self.keys), self.recipe.amax_history_len
+        self.scale = torch.ones(n, dtype=torch.float32, device=device)
+        self.scale_inv = torch.ones_like(self.scale)
+        self.pending_amax = torch.zeros_like(self.scale)
+        self.amax_history = torch.zeros(h, n, dtype=torch.float32, device=device)
+        self.nonfinite = torch.zeros(n, dtype=torch.int64, device=device)
+        self.frozen_steps = torch.zeros_like(self.nonfinite)
+        self._fp8_max = torch.tensor(
+            [self.recipe.format(role).max for _, role in self.keys], dtype=torch.float32
+        ).to(device)
+        # 0-dim views, made once: indexing a tensor costs 2 us, a list 0.03 us.
+        self._scale_views = self.scale.unbind()
+        self._scale_inv_views = self.scale_inv.unbind()
+        self._pending_views = self.pending_amax.unbind()
+        self._finalized = True
+
+    def index_of(self, module_name: str, role: Role) -> int:
+        """Return the index of a registered tensor; KeyError if there is none."""
+        return self._index[(module_name, role)]
+
+    def format_of(self, index: int) -> Fp8Format:
+        """Return the FP8 format of tensor `index`."""
+        return self.recipe.format(self.keys[index][1])
+
+    def scale_of(self, index: int) -> Tensor:
+        """Return the current scale of tensor `index`: a 0-dim view that follows updates."""
+        return self._scale_views[index]
+
+    def scale_inv_of(self, index: int) -> Tensor:
+        """Return 1 / scale of tensor `index`: a 0-dim view that follows updates.
+
+        A tensor that is kept over an update has to clone it, or be cast anew (see `version`).
+        """
+        return self._scale_inv_views[index]
+
+    def record(self, index: int, amax: Tensor) -> None:
+        """Take the maximum of `amax` and what this step has seen; no-op while paused.
+
+        On the device, without a host sync. NaN wins over any number.
+        """
+        if self.recording:
+            pending = self._pending_views[index]
+            torch.maximum(pending, amax, out=pending)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside (evaluation, probes)."""
+        before, self.recording = self.recording, False
+        try:
+            yield
+        finally:
+            self.recording = before
+
+    def drop_pending(self) -> None:
+        """Forget what this step recorded: a skipped step changes no scale."""
+        self.pending_amax.zero_()
+
+    @torch.no_grad()
+    def update(self, reduce_amax: Callable[[Tensor], None] | None = None) -> None:
+        """Move this step's amaxes into the windows and choose new scales.
+
+        Args:
+            reduce_amax: reduces one flat fp32 [N] vector to its maximum over the ranks that share
+                the tensors, in place. NaN is inf there, since a MAX reduction may lose NaN.
+        """
+        skip = self.recipe.nonfinite_amax == "skip"
+        nan_seen = self.pending_amax.isnan()
+        amax = torch.nan_to_num(self.pending_amax, nan=torch.inf if skip else 0.0, posinf=torch.inf)
+        if reduce_amax is not None:
+            reduce_amax(amax)
+        bad = amax.isinf()
+        enters = (amax > 0) & ~bad if skip else amax > 0
+        rolled = torch.cat((self.amax_history[1:], amax[None]))
+        self.amax_history.copy_(torch.where(enters, rolled, self.amax_history))
+        chosen = self._choose(self.amax_history)
+        self.scale.copy_(next_scale(chosen, self.scale, self._fp8_max, self.recipe.margin))
+        torch.reciprocal(self.scale, out=self.scale_inv)
+        self.nonfinite += bad | nan_seen
+        self.frozen_steps += (bad & skip) | ~chosen.isfinite()
+        self.pending_amax.zero_()
+        self.version += 1
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the canonical checkpoint form, as copies.
+
+        `fp8.<module>.<role>.scale` is fp32 0-dim, `fp8.<module>.<role>.amax_history` fp32 [H].
+        """
+        state: dict[str, Tensor] = {}
+        windows = self.amax_history.t().contiguous()
+        for index, (module_name, role) in enumerate(self.keys):
+            state[f"fp8.{module_name}.{role}.scale"] = self.scale[index].clone()
+            state[f"fp8.{module_name}.{role}.amax_history"] = windows[index].clone()
+        return state
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> int:
+        """Take over scales and windows; other names in `state` are left alone.
+
+        A window of another length keeps its newest entries. A tensor without both of its entries
+        starts anew: scale 1.0, empty window.
+
+        Returns:
+            How many tensors started anew.
+
+        Raises:
+            CheckpointError: for an entry of the wrong shape or a scale that is not positive.
+        """
+        scale = torch.ones(len(self.keys), dtype=torch.float32)
+        history = torch.zeros(self.amax_history.shape, dtype=torch.float32)
+        started_anew = 0
+        for index, (module_name, role) in enumerate(self.keys):
+            prefix = f"fp8.{module_name}.{role}"
+            saved_scale = state.get(f"{prefix}.scale")
+            saved_window = state.get(f"{prefix}.amax_history")
+            if saved_scale is None or saved_window is None:
+                started_anew += 1
+                continue
+            scale[index] = _checked_scale(prefix, saved_scale)
+            entries = self._entries(prefix, saved_window)
+            if entries.numel():
+                history[-entries.numel() :, index] = entries
+        self.scale.copy_(scale)
+        self.amax_history.copy_(history)
+        torch.reciprocal(self.scale, out=self.scale_inv)
+        self.pending_amax.zero_()
+        self.version += 1
+        return started_anew
+
+    def _entries(self, prefix: str, window: Tensor) -> Tensor:
+        """Return the newest filled entries of a saved window that this recipe would hold."""
+        if window.dim() != 1:
+            raise CheckpointError(
+                f"{prefix}.amax_history has shape {list(window.shape)}; one axis is expected"
+            )
+        entries = torch.nan_to_num(window.float().cpu(), nan=torch.inf, posinf=torch.inf)
+        entries = entries[entries > 0]
+        if self.recipe.nonfinite_amax == "skip":
+            entries = entries[entries.isfinite()]
+        return entries[-self.recipe.amax_history_len :]
+
+
+def _checked_scale(prefix: str, scale: Tensor) -> float:
+    value = float(scale.reshape(-1)[0]) if scale.numel() == 1 else float("nan")
+    if not 0.0 < value < float("inf"):
+        raise CheckpointError(
+            f"{prefix}.scale is {scale.tolist()}; one positive finite number is expected"
+        )
+    return value

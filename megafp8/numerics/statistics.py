@@ -1,0 +1,99 @@
+"""What a cast did to a tensor. Counts and sums first, so that ranks can add them; ratios last.
+
+    zeros       exact zeros among the inputs, of either sign, in percent of all elements
+    underflow   nonzero inputs that became +-0, in percent of all elements
+    saturation  |x| > fp8_max * scale_inv, in percent of all elements
+    nonfinite   inf and NaN inputs, a count
+    mse         mean of (dq(x) - x)**2      } over the finite inputs
+    sqnr_db     20 log10(|x| / |x - dq(x)|) }
+    cosine      cos(x, dq(x))               }
+
+A percentage over several ranks is the quotient of summed counts, never a mean of percentages.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megafp8.numerics.formats import Fp8Format
+from megafp8.numerics.quantize import QuantizedTensor, decode
+from megafp8.numerics.registry import next_scale
+
+# Order of the vector that `count` returns.
+COUNTS = (
+    "elements",
+    "zeros",
+    "underflow",
+    "saturation",
+    "nonfinite",
+    "error_squares",
+    "input_squares",
+    "output_squares",
+    "products",
+)
+
+
+def count(x: Tensor, quantized: QuantizedTensor) -> Tensor:
+    """Return the float64 vector `COUNTS` for a tensor and its cast, without a host sync.
+
+    Args:
+        x: what was cast, any shape and strides, pads excluded.
+        quantized: its cast; `scale_inv` is the one it was cast with.
+    """
+    x = x.detach().float()
+    scale_inv = quantized.scale_inv.float()
+    values = decode(quantized.data, torch.float32)
+    finite = x.isfinite()
+    clean = torch.where(finite, x, 0.0)
+    dequantized = torch.where(finite, values * scale_inv, 0.0)
+    error = dequantized - clean
+    elements = torch.tensor(x.numel(), dtype=torch.float64, device=x.device)
+    terms = (
+        x == 0,
+        (x != 0) & (values == 0),
+        x.abs() > quantized.format.max * scale_inv,
+        ~finite,
+        error.double().square(),
+        clean.double().square(),
+        dequantized.double().square(),
+        clean.double() * dequantized.double(),
+    )
+    return torch.stack([elements, *(term.sum(dtype=torch.float64) for term in terms)])
+
+
+def summarize(counts: Tensor) -> dict[str, float | None]:
+    """Turn counts, summed over whatever ranks and micro-batches, into statistics.
+
+    None stands for undefined: every ratio of an empty tensor, and `sqnr_db` and `cosine` of a zero
+    one. An exact cast has `sqnr_db` inf.
+    """
+    c = dict(zip(COUNTS, counts.tolist(), strict=True))
+    elements, finite = c["elements"], c["elements"] - c["nonfinite"]
+    signal, noise = c["input_squares"], c["error_squares"]
+    norms = math.sqrt(c["input_squares"]) * math.sqrt(c["output_squares"])
+    sqnr_db = None
+    if signal > 0:
+        sqnr_db = 10 * (math.log10(signal) - math.log10(noise)) if noise > 0 else math.inf
+    return {
+        "zeros": 100 * c["zeros"] / elements if elements else None,
+        "underflow": 100 * c["underflow"] / elements if elements else None,
+        "saturation": 100 * c["saturation"] / elements if elements else None,
+        "nonfinite": c["nonfinite"],
+        "mse": noise / finite if finite else None,
+        "sqnr_db": sqnr_db,
+        "cosine": max(-1.0, min(1.0, c["products"] / norms)) if norms > 0 else None,
+    }
+
+
+def current_scale(amax: Tensor, fmt: Fp8Format, margin: int = 0) -> Tensor:
+    """Return the scale that an amax of now would give; 1.0 for 0, inf and NaN. Elementwise."""
+    fp8_max = torch.full_like(amax, fmt.max)
+    return next_scale(amax, torch.ones_like(amax), fp8_max, margin)
+
+
+def scale_log2_drift(scale: Tensor, amax: Tensor, fmt: Fp8Format, margin: int = 0) -> Tensor:
+    """Return log2(delayed scale / current scale); positive: the delayed one saturates."""
+    return torch.log2(scale / current_scale(amax, fmt, margin))

@@ -1,0 +1,114 @@
+"""FSDP2 over the data-parallel axes: fp32 master shards, compute-dtype gathers, fp32 reductions.
+
+FSDP2 is used at every size, also one rank, so that there is a single path for master weights and
+gradient accumulation. Reductions are plain sums: the loss is divided once, by tokens, at the end.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from megafp8.parallel.collectives import all_gather_single, reduce_scatter_single
+from megafp8.parallel.mesh import Mesh
+from megafp8.parallel.traffic import Traffic
+
+
+class _Allocating:
+    """FSDP2's allocation part of a custom collective: a fresh buffer per call."""
+
+    def __init__(self, traffic: Traffic, kind: str) -> None:
+        self.traffic, self.kind = traffic, kind
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _CountedAllGather(_Allocating):
+    """FSDP2's default all-gather, counted."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.traffic.gathered(self.kind, output_tensor, group.size())
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _CountedReduceScatter(_Allocating):
+    """FSDP2's default reduce-scatter, counted."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.traffic.gathered(self.kind, input_tensor, group.size())
+        return reduce_scatter_single(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
+
+
+def shard_module(
+    module: nn.Module,
+    mesh: Mesh,
+    kind: str,
+    compute_dtype: torch.dtype,
+    shard_dims: dict[nn.Parameter, int],
+) -> None:
+    """Apply `fully_shard` to one module (its own parameters and those of unwrapped children).
+
+    Args:
+        module: holds DTensor parameters on the tp axis, fp32.
+        mesh: gives the fsdp (or replicate x fsdp) axes.
+        kind: "block" or "other", the traffic kind of its gathers and reductions.
+        compute_dtype: dtype of the gathered parameters.
+        shard_dims: parameters that FSDP2 splits along another dim than 0.
+    """
+    fully_shard(
+        module,
+        mesh=mesh.fsdp_mesh,
+        reshard_after_forward=mesh.layout.reshard_after_forward,
+        shard_placement_fn=lambda p: Shard(shard_dims[p]) if p in shard_dims else None,
+        # Inputs are not cast: loss masks and rotary tables stay fp32.
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+    )
+    assert isinstance(module, FSDPModule)
+    traffic = mesh.traffic
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    if any(True for _ in module.parameters(recurse=True)):
+        module.set_custom_all_gather(_CountedAllGather(traffic, f"fsdp_{kind}_all_gather"))
+        module.set_custom_reduce_scatter(
+            _CountedReduceScatter(traffic, f"fsdp_{kind}_reduce_scatter")
+        )
+    replicas = mesh.layout.replicate
+    if replicas > 1:
+        # FSDP2 calls the hook with the tensor it has just all-reduced over the replicas.
+        hook: Callable[[Tensor], None] = lambda t: traffic.reduced("dp_all_reduce", t, replicas)
+        module.set_all_reduce_hook(hook)
+
+
+def begin_micro_batch(module: nn.Module, last: bool, keep_gathered: bool) -> None:
+    """Set how FSDP2 treats the backward of the next micro-batch (without pipeline).
+
+    With parameters kept gathered, gradients accumulate unsharded in fp32 and are reduced once, with
+    the last micro-batch. With resharding (whose point is memory) each micro-batch reduces.
+    """
+    assert isinstance(module, FSDPModule)
+    if keep_gathered:
+        module.set_requires_gradient_sync(last)
+        module.set_reshard_after_backward(last)
+    module.set_is_last_backward(last)

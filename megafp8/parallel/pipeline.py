@@ -1,0 +1,239 @@
+"""Runs micro-batches through the stages of a rank: torch's pipeline schedules, or a plain loop.
+
+A stage is a module `forward(x, **micro_batch) -> Tensor`: the first takes token ids [b, s], others
+the boundary tensor [s(/tp), b, h]; the last returns the micro-batch's summed loss as [1].
+Boundary tensors are BF16 in BF16 and FP8 runs (the compute dtype elsewhere), in both directions;
+this is asserted on every tensor that is sent.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from megafp8.parallel.fsdp import begin_micro_batch
+from megafp8.parallel.mesh import Mesh
+
+SCHEDULES = {
+    "1f1b": schedules.Schedule1F1B,
+    "gpipe": schedules.ScheduleGPipe,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+}
+
+
+@dataclass
+class DeferredWeightGradients:
+    """Weight-gradient GEMMs that a zero-bubble schedule runs later than the input gradients.
+
+    torch's own split walks the autograd graph twice and would repeat every GEMM, cast and gather.
+    Here one backward computes input gradients and queues each weight gradient as a closure; the
+    schedule takes the queue of a micro-batch and runs it in its W slot. Each runs exactly once.
+    """
+
+    queue: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def take(self) -> Callable[[], None]:
+        """Detach the queued work of the backward that just ran, as one function (`dw_builder`)."""
+        work, self.queue = self.queue, deque()
+
+        def run() -> None:
+            while work:
+                work.popleft()()
+
+        return run
+
+
+class _CountedStage(PipelineStage):
+    """A stage that counts what it sends and refuses boundary tensors of another dtype."""
+
+    mesh: Mesh
+    boundary_dtype: torch.dtype
+
+    def _check(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        for op in ops:
+            tensor = op.tensor
+            assert tensor is not None and tensor.dtype == self.boundary_dtype, (
+                f"stage {self.stage_index}: boundary tensor is {tensor.dtype if tensor is not None else None}, "
+                f"allowed {self.boundary_dtype}"
+            )
+            self.mesh.traffic.sent("pp_p2p", tensor)
+        return ops
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._check(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._check(super().get_bwd_send_ops(bwd_chunk_id))
+
+
+def _scaled_identity(scale: Callable[[], float]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The schedule's loss function: the last stage already returns the loss sum."""
+    return lambda output, target: output.sum() * scale()
+
+
+class PipelineRunner:
+    """Training and evaluation passes over this rank's stages.
+
+    Args:
+        stages: this rank's stage modules in the order of `layout.stage_indices`.
+        mesh: the grid.
+        schedule: a key of SCHEDULES (ignored without pipeline parallelism).
+        boundary: meta-free example of a boundary tensor's shape [s(/tp), b, h].
+        boundary_dtype: dtype of boundary tensors.
+        deferred: one queue per stage for zero-bubble schedules, else None.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        mesh: Mesh,
+        schedule: str,
+        boundary: tuple[int, int, int],
+        boundary_dtype: torch.dtype,
+        deferred: Sequence[DeferredWeightGradients] | None = None,
+    ) -> None:
+        self.modules, self.mesh, self.schedule = list(stages), mesh, schedule
+        self.boundary, self.boundary_dtype = boundary, boundary_dtype
+        self.deferred = deferred
+        self.indices = mesh.layout.stage_indices(mesh.pp_rank)
+        self.last_index = mesh.layout.num_stages - 1
+        self.loss_scale = 1.0
+        self._schedules: dict[int, Any] = {}
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.last_index in self.indices
+
+    def train(self, micro_batches: list[dict[str, Tensor]], loss_scale: float = 1.0) -> Tensor:
+        """Forward and backward over all micro-batches; gradients are left on the parameters.
+
+        Args:
+            micro_batches: dicts of tensors with a leading batch dim: `tokens` and the last stage's needs.
+            loss_scale: multiplies the loss before the backward (FP16).
+
+        Returns:
+            fp32 scalar: the sum of token losses (0 on ranks without the last stage), unscaled.
+        """
+        self.loss_scale = loss_scale
+        if self.mesh.layout.pp == 1:
+            return self._train_alone(micro_batches)
+        count = len(micro_batches)
+        if count not in self._schedules:
+            self._schedules[count] = self._build_schedule(count)
+        merged = {k: torch.cat([m[k] for m in micro_batches]) for k in micro_batches[0]}
+        tokens = merged.pop("tokens")
+        losses: list[Tensor] = []
+        kwargs: dict[str, Any] = dict(merged)
+        if self.has_last:
+            kwargs |= {"target": torch.zeros(count), "losses": losses}
+        args = (tokens,) if 0 in self.indices else ()
+        self._schedules[count].step(*args, return_outputs=False, **kwargs)
+        total = torch.zeros((), device=self.mesh.world.device)
+        for loss in losses:
+            total += loss.detach()
+        return total / loss_scale
+
+    def _train_alone(self, micro_batches: list[dict[str, Tensor]]) -> Tensor:
+        (module,) = self.modules
+        keep = not self.mesh.layout.reshard_after_forward
+        total = torch.zeros((), device=self.mesh.world.device)
+        for index, micro_batch in enumerate(micro_batches):
+            begin_micro_batch(module, index == len(micro_batches) - 1, keep)
+            loss = module(micro_batch["tokens"], **_rest(micro_batch)).sum()
+            (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
+            total += loss.detach()
+        return total
+
+    def _build_schedule(self, num_microbatches: int) -> Any:
+        layout = self.mesh.layout
+        example = torch.empty(
+            self.boundary, dtype=self.boundary_dtype, device="meta", requires_grad=True
+        )
+        tokens = torch.empty(self.boundary[1], 1, dtype=torch.int64, device="meta")
+        loss = torch.empty(1, dtype=torch.float32, device="meta", requires_grad=True)
+        stages = []
+        for position, (index, module) in enumerate(zip(self.indices, self.modules, strict=True)):
+            stage = _CountedStage(
+                module,
+                index,
+                layout.num_stages,
+                self.mesh.world.device,
+                # Without requires_grad on the examples the backward would wait for ever.
+                input_args=(tokens if index == 0 else example,),
+                output_args=(loss if index == self.last_index else example,),
+                group=self.mesh.pp.process_group,
+                dw_builder=self.deferred[position].take if self.deferred else None,
+            )
+            stage.mesh, stage.boundary_dtype = self.mesh, self.boundary_dtype
+            stages.append(stage)
+        single = self.schedule in ("1f1b", "gpipe")
+        return SCHEDULES[self.schedule](
+            stages[0] if single else stages,
+            n_microbatches=num_microbatches,
+            loss_fn=_scaled_identity(lambda: self.loss_scale),
+            scale_grads=False,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: list[dict[str, Tensor]]) -> Tensor:
+        """Forward only. Chunk by chunk, so that each rank's chunk is pipelined over micro-batches.
+
+        Returns:
+            fp32 scalar: the sum of token losses (0 on ranks without the last stage).
+        """
+        total = torch.zeros((), device=self.mesh.world.device)
+        for output in self.forward(micro_batches):
+            total += output.sum()
+        return total
+
+    @torch.no_grad()
+    def forward(self, micro_batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        """Outputs of the last stage per micro-batch ([] on ranks without it)."""
+        owner = {
+            index: rank
+            for rank in range(self.mesh.layout.pp)
+            for index in self.mesh.layout.stage_indices(rank)
+        }
+        kept: dict[tuple[int, int], Tensor] = {}
+        pending: list[tuple[dist.Work | None, Tensor]] = []
+        outputs: list[Tensor] = []
+        for index, module in sorted(zip(self.indices, self.modules, strict=True)):
+            for number, micro_batch in enumerate(micro_batches):
+                if index == 0:
+                    x = micro_batch["tokens"]
+                elif owner[index - 1] == self.mesh.pp_rank:
+                    x = kept.pop((index - 1, number))
+                else:
+                    x = self._receive(owner[index - 1])
+                y = module(x, **_rest(micro_batch))
+                if index == self.last_index:
+                    outputs.append(y)
+                elif owner[index + 1] == self.mesh.pp_rank:
+                    kept[index, number] = y
+                else:
+                    pending.append((self._send(y, owner[index + 1]), y))
+        for work, _ in pending:
+            if work is not None:
+                work.wait()
+        return outputs
+
+    def _send(self, tensor: Tensor, pp_rank: int) -> dist.Work | None:
+        assert tensor.dtype == self.boundary_dtype
+        self.mesh.traffic.sent("pp_p2p", tensor)
+        return dist.isend(tensor.contiguous(), group=self.mesh.pp.process_group, group_dst=pp_rank)
+
+    def _receive(self, pp_rank: int) -> Tensor:
+        x = torch.empty(self.boundary, dtype=self.boundary_dtype, device=self.mesh.world.device)
+        dist.recv(x, group=self.mesh.pp.process_group, group_src=pp_rank)
+        return x
+
+
+def _rest(micro_batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in micro_batch.items() if key != "tokens"}

@@ -1,0 +1,98 @@
+"""Joins and leaves the process group; the one place below the launcher that reads the environment."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megafp8.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all.
+
+    Attributes:
+        rank: global rank, 0 <= rank < size.
+        size: number of processes.
+        local_rank: rank on this node.
+        device: where this rank's tensors live.
+        backend: "nccl" or "gloo".
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+
+
+def choose_backend(requested: str | None) -> str:
+    """NCCL where CUDA is, else gloo; a request that cannot be met is an error with the reason."""
+    available = torch.cuda.is_available()
+    if requested == "nccl" and not available:
+        raise LaunchError(
+            "--distributed-backend: found nccl, but torch sees no CUDA device here; allowed: gloo"
+        )
+    return requested or ("nccl" if available else "gloo")
+
+
+def start(
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    backend: str | None = None,
+    timeout_minutes: float = 10,
+    deterministic: bool = False,
+) -> World:
+    """Initialise the default process group and choose this rank's device.
+
+    More than one process needs MASTER_ADDR and MASTER_PORT in the environment (torchrun sets them);
+    a single process uses an in-memory store and opens no port.
+
+    Raises:
+        LaunchError: NCCL asked for without CUDA, more local ranks than GPUs, or no rendezvous address.
+    """
+    name = choose_backend(backend)
+    device = torch.device("cpu")
+    if name == "nccl":
+        if local_rank >= torch.cuda.device_count():
+            raise LaunchError(
+                f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}; "
+                "start as many processes per node as it has GPUs"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if deterministic:
+        # cuBLAS reads this when its first handle is made, which is later than this line.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    timeout = timedelta(minutes=timeout_minutes)
+    if world_size == 1:
+        dist.init_process_group(
+            name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    else:
+        missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+        if missing:
+            raise LaunchError(
+                f"world size {world_size} needs {' and '.join(missing)} in the environment; "
+                "start with torchrun, which sets them"
+            )
+        dist.init_process_group(
+            name,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if name == "nccl" else None,
+        )
+    return World(rank, world_size, local_rank, device, name)
+
+
+def stop() -> None:
+    """Leave the process group. The barrier keeps gloo from aborting while a peer still sends."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

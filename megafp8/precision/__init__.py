@@ -1,0 +1,17 @@
+"""Which part of the model runs in which precision, and the record of it. Imports no torch."""
+
+from megafp8.precision.manifest import ManifestRecord, build_manifest, write_manifest
+from megafp8.precision.plan import FP8_MULTIPLE, LinearPlan, PrecisionPlan, build_plan
+from megafp8.precision.recipe import recipe_fields, recipe_from_config
+
+__all__ = [
+    "FP8_MULTIPLE",
+    "LinearPlan",
+    "ManifestRecord",
+    "PrecisionPlan",
+    "build_manifest",
+    "build_plan",
+    "recipe_fields",
+    "recipe_from_config",
+    "write_manifest",
+]

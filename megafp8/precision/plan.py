@@ -1,0 +1,242 @@
+"""The precision plan: for every linear of the model its precision and why, before the first step.
+
+The plan is arithmetic on names and sizes, so all ranks come to the same one without talking, and a
+dry run prints what training will do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from megafp8.config.layout import Layout
+from megafp8.config.policy import high_precision_reasons
+from megafp8.config.run import RunConfig
+from megafp8.config.shape import LinearSpec, ModelShape
+from megafp8.errors import PrecisionError
+
+Precision = Literal["fp8", "bf16", "fp32", "fp16"]
+
+# An FP8 GEMM takes operands whose inner and outer dimensions are multiples of 16: 16 bytes are
+# what cuBLASLt's FP8 kernels align to. fprop, dgrad and wgrad between them put each of in
+# features, out features and tokens in both places.
+FP8_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """One linear's precision.
+
+    Attributes:
+        name: canonical module name.
+        layer: block number.
+        in_features: of one rank.
+        out_features: of one rank.
+        tokens: rows of its GEMM, after the sequence-parallel gather.
+        precision: what its GEMMs compute in.
+        reason: why.
+    """
+
+    name: str
+    layer: int
+    in_features: int
+    out_features: int
+    tokens: int
+    precision: Precision
+    reason: str
+
+
+@dataclass(frozen=True)
+class HighPrecision:
+    """A part of the model that is never FP8 in this version."""
+
+    part: str
+    precision: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """Every linear's precision, and what stays high.
+
+    Attributes:
+        linears: all linears of all blocks, in the order of the forward pass.
+        high_precision: the other parts.
+        tp_communication: what `--fp8-tp-comm` comes to.
+        weight_gradients: what the weight gradients of FP8 linears are computed from.
+    """
+
+    linears: tuple[LinearPlan, ...]
+    high_precision: tuple[HighPrecision, ...]
+    tp_communication: str
+    weight_gradients: str
+    _by_name: dict[str, LinearPlan] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Index the linears by name."""
+        object.__setattr__(self, "_by_name", {linear.name: linear for linear in self.linears})
+
+    def precision(self, name: str) -> Precision:
+        """Return the precision of a linear.
+
+        Raises:
+            PrecisionError: There is no linear of that name.
+        """
+        if name not in self._by_name:
+            known = ", ".join(sorted({_module(item) for item in self.linears}))
+            raise PrecisionError(f"plan: no linear is named {name!r}; modules are {known}")
+        return self._by_name[name].precision
+
+    def count(self, precision: Precision) -> int:
+        """Return how many linears have a precision."""
+        return sum(linear.precision == precision for linear in self.linears)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as plain values, for the manifest."""
+        return {
+            "linears": [asdict(linear) for linear in self.linears],
+            "high_precision": [asdict(part) for part in self.high_precision],
+            "tp_communication": self.tp_communication,
+            "weight_gradients": self.weight_gradients,
+        }
+
+    def render(self) -> str:
+        """Return the plan as text; equal linears of several blocks share a line."""
+        total = len(self.linears)
+        counts = ", ".join(
+            f"{self.count(precision)} of {total} linears in {precision.upper()}"
+            for precision in ("fp8", "bf16", "fp16", "fp32")
+            if self.count(precision)
+        )
+        lines = [f"precision plan: {counts}"]
+        groups: dict[tuple[str, int, int, int, str, str], list[int]] = {}
+        for item in self.linears:
+            sizes = (item.in_features, item.out_features, item.tokens)
+            key = (_module(item), *sizes, item.precision, item.reason)
+            groups.setdefault(key, []).append(item.layer)
+        for (module, size_in, size_out, tokens, precision, reason), layers in groups.items():
+            lines.append(
+                f"  {module:<29} layers {_ranges(layers):<9} [{tokens} x {size_in}] @ "
+                f"[{size_in} x {size_out}]  {precision}: {reason}"
+            )
+        for part in self.high_precision:
+            lines.append(f"  {part.part:<29} {part.precision}: {part.reason}")
+        lines.append(f"  weight gradients: {self.weight_gradients}")
+        lines.append(f"  tensor-parallel traffic: {self.tp_communication}")
+        return "\n".join(lines)
+
+
+def build_plan(config: RunConfig, shape: ModelShape, layout: Layout) -> PrecisionPlan:
+    """Decide the precision of every linear.
+
+    A linear is FP8 if FP8 is asked for, no rule of the user keeps it out, and its sizes per rank
+    and its tokens suit the GEMM. The same holds on every rank, since splits are even.
+
+    Raises:
+        PrecisionError: FP8 is asked for and no linear can have it.
+        ConfigurationError: A rule of the policy file matches nothing or splits a fused layer.
+    """
+    compute = config.precision.compute_dtype
+    kept = high_precision_reasons(config) if config.precision.fp8 else {}
+    linears = []
+    for spec in shape.linears(layout, config.training.micro_batch_size):
+        if not config.precision.fp8:
+            precision, reason = (
+                compute,
+                f"--{compute}" if compute != "fp32" else "no precision flag",
+            )
+        else:
+            refused = kept.get(spec.name) or _misfit(spec)
+            precision = compute if refused else "fp8"
+            reason = refused or _fp8_reason(config)
+        linears.append(
+            LinearPlan(
+                spec.name,
+                spec.layer,
+                spec.in_features,
+                spec.out_features,
+                spec.tokens,
+                precision,
+                reason,
+            )
+        )
+    if config.precision.fp8 and all(linear.precision != "fp8" for linear in linears):
+        first = linears[0]
+        raise PrecisionError(
+            f"--fp8-format {config.precision.fp8_format}: no linear can be FP8; {first.name}: "
+            f"{first.reason}; drop --fp8-format for a run without FP8"
+        )
+    return PrecisionPlan(
+        tuple(linears),
+        _high_precision(config),
+        _tp_communication(config, layout),
+        _weight_gradients(config),
+    )
+
+
+def _misfit(spec: LinearSpec) -> str | None:
+    """Say which dimensions an FP8 GEMM does not take; None if all fit."""
+    sizes = {
+        "in features per rank": spec.in_features,
+        "out features per rank": spec.out_features,
+        "tokens of the GEMM": spec.tokens,
+    }
+    bad = [f"{name} {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
+    if not bad:
+        return None
+    return f"{' and '.join(bad)} not a multiple of {FP8_MULTIPLE}, which FP8 GEMMs need"
+
+
+def _fp8_reason(config: RunConfig) -> str:
+    return f"--fp8-format {config.precision.fp8_format}, recipe {config.precision.recipe_name}"
+
+
+def _high_precision(config: RunConfig) -> tuple[HighPrecision, ...]:
+    compute = config.precision.compute_dtype
+    rows = [
+        ("embedding", compute, "a table look-up, no GEMM"),
+        ("norms", compute, "sums over the hidden size; statistics in fp32"),
+        ("attention core", compute, "softmax and its products need the range"),
+        ("output_layer", compute, "its errors go straight into the loss"),
+        ("loss", "fp32", "a sum over the vocabulary"),
+        ("gradients, optimizer, masters", "fp32", "small updates must not be lost"),
+    ]
+    if config.parallel.pipeline_model_parallel_size > 1:
+        rows.append(("pipeline boundaries", compute, "the residual stream and its gradient"))
+    return tuple(HighPrecision(*row) for row in rows)
+
+
+def _weight_gradients(config: RunConfig) -> str:
+    if not config.precision.fp8:
+        return f"from {config.precision.compute_dtype} operands"
+    if config.precision.fp8_wgrad:
+        return "FP8 operands, accumulated in fp32"
+    return "bf16 operands (--no-fp8-wgrad), accumulated in fp32"
+
+
+def _tp_communication(config: RunConfig, layout: Layout) -> str:
+    asked, compute = config.precision.fp8_tp_comm, config.precision.compute_dtype
+    if layout.tp == 1:
+        return "none, tensor-parallel size is 1"
+    if not layout.sequence_parallel:
+        idle = f"; --fp8-tp-comm {asked} has nothing to gather" if config.precision.fp8 else ""
+        return f"all-reduce in {compute} (no --sequence-parallel{idle})"
+    if not config.precision.fp8 or asked == "none":
+        return f"all-gather and reduce-scatter in {compute}"
+    return f"all-gather of FP8 linears in FP8 (1 byte a value), reduce-scatter in {compute}"
+
+
+def _module(linear: LinearPlan) -> str:
+    """Name within the block, such as self_attention.linear_qkv."""
+    return linear.name.split(".", 3)[3]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Write sorted numbers as 0-3,6."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(f"{low}-{high}" if low < high else str(low) for low, high in spans)

@@ -1,0 +1,1 @@
+"""Pictures and summaries from run folders."""

@@ -1,0 +1,127 @@
+"""The loss curve of one or more runs as a picture."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from megafp8.errors import DataError
+from megafp8.train.metrics import read_metrics
+
+# Okabe and Ito's palette: distinct also for colour-blind readers and in grey print.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+SMOOTH_FROM = 60  # points; shorter curves are read better as they are
+INK, MUTED, GRID = "#222222", "#666666", "#E6E6E6"
+
+
+def plot_loss_curve(
+    run_dirs: Sequence[str | Path],
+    output_png: str | Path,
+    baseline: float | None = None,
+    *,
+    baseline_label: str = "unigram entropy",
+) -> Path:
+    """Draw training loss (line) and validation loss (points) over iterations.
+
+    Long curves are drawn twice: the raw values faintly and their running mean on top. Non-finite
+    losses leave a gap.
+
+    Args:
+        run_dirs: Run folders; with more than one the legend names each.
+        output_png: File to write; its folder is made.
+        baseline: A loss to compare with, drawn as a horizontal line.
+        baseline_label: What the line is.
+
+    Returns:
+        The written file.
+
+    Raises:
+        DataError: A folder has no metrics, or none with a finite loss.
+    """
+    # A Figure of its own, not pyplot: no global state, and no display is looked for.
+    figure = Figure(figsize=(8.0, 4.5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    runs = [Path(run_dir) for run_dir in run_dirs]
+    for index, run_dir in enumerate(runs):
+        prefix = f"{run_dir.name}: " if len(runs) > 1 else ""
+        _draw_run(axes, run_dir, read_metrics(run_dir), COLOURS[index % len(COLOURS)], prefix)
+    if baseline is not None:
+        axes.axhline(baseline, color=MUTED, linewidth=1.2, linestyle=(0, (5, 4)), zorder=1)
+        axes.annotate(
+            f"{baseline_label} {baseline:.2f}",
+            xy=(1.0, baseline),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 4),
+            textcoords="offset points",
+            ha="right",
+            color=MUTED,
+            fontsize=9,
+        )
+    _style(axes, "Loss" if len(runs) > 1 else f"Loss of {runs[0].name}")
+    output = Path(output_png)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output)
+    return output
+
+
+def _draw_run(
+    axes: Axes, run_dir: Path, entries: Sequence[dict[str, Any]], colour: str, prefix: str
+) -> None:
+    iterations = [entry["iteration"] for entry in entries]
+    losses = [float(entry["loss"]) for entry in entries]
+    if not any(math.isfinite(loss) for loss in losses):
+        raise DataError(f"{run_dir}: metrics.jsonl holds no finite loss, nothing to draw")
+    gapped = [loss if math.isfinite(loss) else math.nan for loss in losses]
+    if len(gapped) >= SMOOTH_FROM:
+        axes.plot(iterations, gapped, color=colour, alpha=0.25, linewidth=0.8, zorder=2)
+        gapped = running_mean(gapped, len(gapped) // 30)
+    # A single iteration would be a line without length.
+    marker = "o" if len(gapped) == 1 else ""
+    axes.plot(
+        iterations, gapped, color=colour, linewidth=1.8, marker=marker, zorder=3,
+        label=f"{prefix}training",
+    )  # fmt: skip
+    validation = [
+        (entry["iteration"], float(entry["valid_loss"]))
+        for entry in entries
+        if entry.get("valid_loss") is not None
+    ]
+    if validation:
+        axes.plot(
+            *zip(*validation, strict=True), color=colour, linestyle="none", marker="o",
+            markersize=6, markerfacecolor="white", markeredgewidth=1.6, zorder=4,
+            label=f"{prefix}validation",
+        )  # fmt: skip
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Return the mean of the finite values within `window` positions to each side.
+
+    The window is symmetric everywhere, so it shrinks towards the ends: the curve does not lag, and
+    it starts and ends at the real values. NaN where no value is finite.
+    """
+    smooth = []
+    for index in range(len(values)):
+        reach = min(window, index, len(values) - 1 - index)
+        near = values[index - reach : index + reach + 1]
+        finite = [value for value in near if math.isfinite(value)]
+        smooth.append(sum(finite) / len(finite) if finite else math.nan)
+    return smooth
+
+
+def _style(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=12, color=INK)
+    axes.set_xlabel("iteration", color=INK)
+    axes.set_ylabel("loss (nats per token)", color=INK)
+    axes.grid(True, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.tick_params(colors=MUTED, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(MUTED)
+    axes.legend(frameon=False, labelcolor=INK)

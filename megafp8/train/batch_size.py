@@ -1,0 +1,167 @@
+"""Batch-size ramp-up: how many samples an iteration takes, from the samples consumed before it.
+
+`--rampup-batch-size START INCREMENT SAMPLES` grows the global batch from START to
+`--global-batch-size` in equal steps over SAMPLES samples, as Megatron does. Everything here is a
+pure function of the position in the data, so a resumed run needs no state of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megafp8.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megafp8.config import RunConfig
+
+
+@dataclass(frozen=True)
+class BatchSizeSchedule:
+    """Global batch size over a run.
+
+    Attributes:
+        global_batch_size: Size after the ramp.
+        start: Size at sample 0; equal to `global_batch_size` without a ramp.
+        increment: Growth per step.
+        ramp_samples: Samples over which the ramp is spread.
+    """
+
+    global_batch_size: int
+    start: int
+    increment: int
+    ramp_samples: int
+
+    @classmethod
+    def constant(cls, global_batch_size: int) -> BatchSizeSchedule:
+        """Return the schedule without a ramp."""
+        return cls(global_batch_size, global_batch_size, 1, 0)
+
+    @classmethod
+    def from_config(cls, config: RunConfig, data_parallel_size: int) -> BatchSizeSchedule:
+        """Read `global_batch_size` and `rampup_batch_size` of the training section.
+
+        Args:
+            config: The run; without a global batch size each data-parallel rank takes one
+                micro-batch.
+            data_parallel_size: Ranks that the batch is split over.
+
+        Raises:
+            ConfigurationError: The ramp does not end at the global batch size, or a size does not
+                split into whole micro-batches.
+        """
+        schedule = cls._from_section(config, data_parallel_size)
+        schedule.check_divisible(config.training.micro_batch_size, data_parallel_size)
+        return schedule
+
+    @classmethod
+    def _from_section(cls, config: RunConfig, data_parallel_size: int) -> BatchSizeSchedule:
+        training = config.training
+        size = training.global_batch_size
+        if size is None:
+            size = training.micro_batch_size * data_parallel_size
+        if training.rampup_batch_size is None:
+            return cls.constant(size)
+        start, increment, samples = (int(value) for value in training.rampup_batch_size)
+        where = f"--rampup-batch-size {start} {increment} {samples}"
+        if start <= 0 or increment <= 0 or samples < 0:
+            raise ConfigurationError(
+                f"{where}: start and increment must be positive and samples not negative"
+            )
+        if start > size or (size - start) % increment:
+            raise ConfigurationError(
+                f"{where}: does not end at --global-batch-size {size}: "
+                f"{size} - {start} must be a non-negative multiple of {increment}"
+            )
+        return cls(size, start, increment, samples)
+
+    def batch_size(self, consumed_samples: int) -> int:
+        """Return the size of the iteration that starts after `consumed_samples` samples.
+
+        Megatron's rule, float arithmetic included: a step is `ramp_samples / steps` samples long,
+        not rounded to whole samples, and the ramp's last position still goes through the division
+        (it rounds down to one step less for e.g. 7 steps over 2122 samples).
+        """
+        if not self._ramping(consumed_samples):
+            return self.global_batch_size
+        steps = (self.global_batch_size - self.start) // self.increment
+        return self.start + int(consumed_samples / (self.ramp_samples / steps)) * self.increment
+
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Return every size that the ramp can take, smallest first."""
+        return tuple(range(self.start, self.global_batch_size + 1, self.increment))
+
+    def consumed_after(self, iterations: int) -> int:
+        """Return the samples that the first `iterations` iterations consume."""
+        consumed = 0
+        while iterations > 0 and self._ramping(consumed):
+            consumed += self.batch_size(consumed)
+            iterations -= 1
+        return consumed + iterations * self.global_batch_size
+
+    def iterations_within(self, samples: int) -> int:
+        """Return how many whole iterations fit into `samples`.
+
+        A last batch that would be incomplete is dropped. Megatron does the same after the ramp; a
+        budget that ends inside the ramp it overruns by up to one batch, which is not copied here
+        because the data set holds `samples` samples and no more.
+        """
+        consumed = iterations = 0
+        while self._ramping(consumed):
+            consumed += self.batch_size(consumed)
+            if consumed > samples:
+                return iterations
+            iterations += 1
+        return iterations + max(0, samples - consumed) // self.global_batch_size
+
+    def check_divisible(self, micro_batch_size: int, data_parallel_size: int) -> None:
+        """Check that every size of the ramp splits into whole micro-batches.
+
+        Raises:
+            ConfigurationError: A size is not a multiple of micro batch size * data parallel size.
+        """
+        unit = micro_batch_size * data_parallel_size
+        for size in self.batch_sizes():
+            if size % unit:
+                flag = (
+                    "--global-batch-size"
+                    if size == self.global_batch_size
+                    else ("--rampup-batch-size")
+                )
+                raise ConfigurationError(
+                    f"{flag}: batch size {size} is not a multiple of --micro-batch-size "
+                    f"{micro_batch_size} * data parallel size {data_parallel_size} = {unit}"
+                )
+
+    def num_microbatches(
+        self, consumed_samples: int, micro_batch_size: int, data_parallel_size: int
+    ) -> int:
+        """Return the micro-batches that each data-parallel rank runs in this iteration."""
+        unit = micro_batch_size * data_parallel_size
+        size = self.batch_size(consumed_samples)
+        assert size % unit == 0, f"batch size {size} is not a multiple of {unit}"
+        return size // unit
+
+    def _ramping(self, consumed_samples: int) -> bool:
+        """Say whether the ramp decides; a ramp over 0 samples or of 0 steps never does."""
+        return 0 < self.ramp_samples >= consumed_samples and self.start < self.global_batch_size
+
+
+def total_iterations(config: RunConfig, batches: BatchSizeSchedule) -> int:
+    """Return the iterations of the run, from `train_iters` or `train_samples`.
+
+    Raises:
+        ConfigurationError: Neither is given, or the samples do not fill one batch.
+    """
+    training = config.training
+    if training.train_iters is not None:
+        return training.train_iters
+    if training.train_samples is None:
+        raise ConfigurationError("give one of --train-iters and --train-samples, found neither")
+    iterations = batches.iterations_within(training.train_samples)
+    if iterations == 0:
+        raise ConfigurationError(
+            f"--train-samples {training.train_samples}: less than one batch of "
+            f"{batches.batch_size(0)} samples"
+        )
+    return iterations

@@ -1,0 +1,111 @@
+"""From what the backward left to one global norm, with every parameter counted once."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from megafp8.config.shape import EMBEDDING, OUTPUT
+from megafp8.model import Model
+from megafp8.parallel.mesh import Mesh
+from megafp8.train.optimizer import NamedShard, wants_decay
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One parameter: FSDP2's sharded DTensor, and the optimizer's view of its local fp32 tensor."""
+
+    name: str
+    parameter: nn.Parameter
+    shard: Tensor
+    counts: bool
+
+
+class Gradients:
+    """Gradients of this rank's parameters, as local fp32 shards.
+
+    Args:
+        model: this rank's part of the model.
+        mesh: the grid.
+    """
+
+    def __init__(self, model: Model, mesh: Mesh) -> None:
+        self.model, self.mesh = model, mesh
+        self.entries: list[_Entry] = []
+        for name, parameter in model.parameters.items():
+            copy = model.tied and name == OUTPUT
+            spec = model.specs[EMBEDDING if copy else name]
+            # A tp-replicated parameter counts on tp rank 0, a tied embedding on the first stage.
+            counts = not copy and (spec.tp_dim is not None or mesh.tp_rank == 0)
+            shard = parameter.to_local().detach()  # type: ignore[attr-defined]
+            self.entries.append(_Entry(name, parameter, shard, counts))
+        self._by_name = {entry.name: entry for entry in self.entries}
+
+    def named_shards(self) -> list[NamedShard]:
+        """The local fp32 shards for `build_optimizer`, in a fixed order."""
+        return [
+            NamedShard(e.name, e.shard, wants_decay(e.name, e.parameter.dim()))
+            for e in self.entries
+        ]
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Take the reduced gradients from FSDP2 and complete them over tp and the tied stages."""
+        for entry in self.entries:
+            gradient = entry.parameter.grad
+            entry.parameter.grad = None
+            if gradient is None:
+                entry.shard.grad = torch.zeros_like(entry.shard)
+            else:
+                # A gradient may be a strided piece of FSDP2's reduction buffer.
+                entry.shard.grad = gradient.to_local().contiguous()  # type: ignore[attr-defined]
+        self._sum_partial_over_tp()
+        self._sum_tied()
+
+    def _sum_partial_over_tp(self) -> None:
+        """One all-reduce of one flat fp32 tensor for all replicated parameters together."""
+        names = sorted(self.model.partial_gradients)
+        if self.mesh.tp.size == 1 or not names:
+            return
+        grads = [self._grad(self._by_name[name]) for name in names]
+        flat = torch.cat([g.flatten() for g in grads])
+        self.mesh.tp.all_reduce(flat, "tp_all_reduce")
+        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(part.view(grad.shape))
+
+    def _sum_tied(self) -> None:
+        """Both copies of a tied embedding get the sum of both gradients, hence stay equal."""
+        if not self.model.tied:
+            return
+        first, last = self._by_name.get(EMBEDDING), self._by_name.get(OUTPUT)
+        if first is not None and last is not None:
+            total = self._grad(first).add_(self._grad(last))
+            self._grad(last).copy_(total)
+        elif first is not None or last is not None:
+            mine = first or last
+            assert mine is not None
+            self.mesh.tied.all_reduce(self._grad(mine), "tied_embedding")
+
+    @staticmethod
+    def _grad(entry: _Entry) -> Tensor:
+        assert entry.shard.grad is not None
+        return entry.shard.grad
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """Global 2-norm of the raw gradients, fp32 scalar, equal on all ranks."""
+        counted = [self._grad(e) for e in self.entries if e.counts and e.shard.numel()]
+        local = get_total_norm(counted) if counted else torch.zeros(())
+        square = local.float().square().to(self.mesh.world.device)
+        self.mesh.model.all_reduce(square, "grad_norm")
+        return square.sqrt()
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients by `factor`."""
+        torch._foreach_mul_([self._grad(e) for e in self.entries], factor)
+
+    def nonfinite_names(self) -> list[str]:
+        """This rank's parameters whose gradient holds an inf or NaN; syncs, for reports only."""
+        return [e.name for e in self.entries if not bool(self._grad(e).isfinite().all())]

@@ -1,0 +1,190 @@
+"""The optimizer over this rank's fp32 master shards.
+
+FSDP2 keeps every parameter as a DTensor. The optimizer sees none of that: it works on the local
+fp32 tensors behind them, so updates are element-wise on plain tensors, one fused kernel does all of
+them, and an uneven layout that leaves a rank without rows is a tensor of zero rows.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megafp8.config.optimizer import OptimizerConfig
+from megafp8.errors import CheckpointError
+
+SGD_MOMENTUM = 0.9  # Megatron's --sgd-momentum default
+
+
+@dataclass(frozen=True, eq=False)
+class NamedShard:
+    """One parameter as the optimizer sees it.
+
+    Attributes:
+        name: Canonical name.
+        shard: This rank's rows, fp32 and contiguous, without a graph; zero rows are allowed. It is
+            updated in place, and its `.grad` (same shape and layout) is what the step uses.
+        decay: Whether weight decay applies, see `wants_decay`.
+    """
+
+    name: str
+    shard: torch.Tensor
+    decay: bool
+
+
+def wants_decay(name: str, dimensions: int) -> bool:
+    """Say whether a parameter is decayed: matrices are, biases and norms are not, as in Megatron.
+
+    Args:
+        name: Canonical name.
+        dimensions: Dimensions of the global parameter. The fused SwiGLU bias is [2, ffn] and has
+            two without being a matrix, hence the name.
+    """
+    return dimensions >= 2 and not name.endswith(".bias")
+
+
+def build_optimizer(
+    config: OptimizerConfig, parameters: Sequence[NamedShard]
+) -> torch.optim.Optimizer:
+    """Build the optimizer with its state in place, all zero.
+
+    The state is made here and not in the first step, so that a checkpoint can be loaded before any
+    step and one written after a first, skipped step is complete.
+
+    Args:
+        config: Section `optimizer`; its `lr` is the start value, see `take_step`.
+        parameters: Shards in an order that is the same in every run of the same layout.
+
+    Returns:
+        AdamW or SGD with two groups, decayed and not. The shards themselves are its parameters.
+    """
+    _check_shards(parameters)
+    groups = [
+        {
+            "params": [(item.name, item.shard) for item in parameters if item.decay is decay],
+            "weight_decay": config.weight_decay if decay else 0.0,
+        }
+        for decay in (True, False)
+    ]
+    # Fused on CPU as well: 2.9 ms a step against 20 (foreach) and 10 (plain) for 5.2M parameters in
+    # 41 tensors on one core of a Xeon, torch 2.13.
+    if config.optimizer == "adam":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            groups,
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            fused=True,
+        )
+    else:
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=SGD_MOMENTUM, fused=True)
+    _initialise_state(optimizer)
+    return optimizer
+
+
+def _check_shards(parameters: Sequence[NamedShard]) -> None:
+    names = [item.name for item in parameters]
+    assert len(set(names)) == len(names), "a parameter is given twice"
+    for item in parameters:
+        assert item.shard.dtype == torch.float32, f"{item.name}: master is {item.shard.dtype}"
+        # The fused kernels walk parameter, gradient and state as flat memory of one layout.
+        assert item.shard.is_contiguous(), f"{item.name}: shard is not contiguous"
+        assert item.shard.is_leaf, f"{item.name}: shard carries a graph"
+
+
+def _initialise_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create what the first step would create lazily, under the names that torch looks up.
+
+    SGD's first step copies the gradient into the buffer; from a zero buffer it computes
+    momentum * 0 + gradient, which is the same.
+    """
+    adam = isinstance(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups:
+        for shard in group["params"]:
+            if adam:
+                optimizer.state[shard] = {
+                    # On the shard's device, since the fused kernel reads it there. fp32 counts
+                    # steps exactly up to 2**24 = 16.7M.
+                    "step": torch.zeros((), dtype=torch.float32, device=shard.device),
+                    "exp_avg": torch.zeros_like(shard),
+                    "exp_avg_sq": torch.zeros_like(shard),
+                }
+            else:
+                optimizer.state[shard] = {"momentum_buffer": torch.zeros_like(shard)}
+
+
+@torch.no_grad()
+def take_step(optimizer: torch.optim.Optimizer, learning_rate: float, *, skip: bool) -> None:
+    """Apply the shards' gradients and drop them.
+
+    Args:
+        optimizer: From `build_optimizer`.
+        learning_rate: Rate of this step; set on every group, also where the step is skipped.
+        skip: Leave parameters, moments and step counters bit-equal to before. It has to be the same
+            on every rank, or the replicas drift apart.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    if not skip:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, names: Iterable[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the optimizer's state as named tensors.
+
+    They are the live tensors and not copies, so a loader that writes in place needs nothing else.
+
+    Args:
+        optimizer: From `build_optimizer`.
+        names: Parameters to return, by canonical name; all by default.
+
+    Returns:
+        `optimizer.<name>.exp_avg`, `.exp_avg_sq` (fp32, the shard's shape) and `.step` (fp32
+        scalar) for Adam, `optimizer.<name>.momentum_buffer` for SGD.
+    """
+    shards = {
+        name: shard
+        for group in optimizer.param_groups
+        for name, shard in zip(group["param_names"], group["params"], strict=True)
+    }
+    return {
+        f"optimizer.{name}.{key}": value
+        for name in (shards if names is None else names)
+        for key, value in optimizer.state[shards[name]].items()
+    }
+
+
+@torch.no_grad()
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy a complete state into the optimizer, bit for bit.
+
+    `Optimizer.load_state_dict` is not used: it casts state to the parameter's dtype.
+
+    Args:
+        optimizer: From `build_optimizer`.
+        tensors: What `optimizer_tensors` gave for the same parameters.
+
+    Raises:
+        CheckpointError: A tensor is missing, unknown, or of another shape or dtype. Nothing has
+            been changed then.
+    """
+    own = optimizer_tensors(optimizer)
+    for problem, keys in (("lacks", own.keys() - tensors), ("has unknown", tensors.keys() - own)):
+        if keys:
+            raise CheckpointError(
+                f"optimizer state {problem} {min(keys)} ({len(keys)} tensors in all)"
+            )
+    for key, target in own.items():
+        source = tensors[key]
+        if source.shape != target.shape or source.dtype != target.dtype:
+            raise CheckpointError(
+                f"{key}: found {list(source.shape)} {source.dtype}, "
+                f"needed {list(target.shape)} {target.dtype}"
+            )
+    for key, target in own.items():
+        target.copy_(tensors[key])

@@ -1,0 +1,160 @@
+"""One training iteration: micro-batches, gradients, optimizer, then one scale update."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megafp8.config import RunConfig
+from megafp8.errors import TrainingError
+from megafp8.log import get_logger
+from megafp8.model import Model
+from megafp8.numerics import ScaleRegistry, compute_amax
+from megafp8.parallel.mesh import Mesh
+from megafp8.train.gradients import Gradients
+from megafp8.train.loss_scaler import LossScaler
+from megafp8.train.optimizer import build_optimizer, take_step
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one iteration did.
+
+    Attributes:
+        loss: mean token loss of the global batch in nats.
+        grad_norm: global 2-norm before clipping, of the mean loss.
+        tokens: tokens of the global batch that count in the loss.
+        skipped: whether the optimizer step was left out.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: float
+    skipped: bool
+
+
+class TrainingStep:
+    """Runs iterations on a model; owns the optimizer.
+
+    The loss of a micro-batch is the *sum* over its tokens. Gradients are multiplied once, after all
+    reductions, by 1 / (tokens of the global batch), so no split of the batch changes the weighting.
+    """
+
+    def __init__(
+        self, config: RunConfig, model: Model, mesh: Mesh, loss_scaler: LossScaler
+    ) -> None:
+        self.config, self.model, self.mesh = config, model, mesh
+        self.loss_scaler = loss_scaler
+        self.gradients = Gradients(model, mesh)
+        self.optimizer = build_optimizer(config.optimizer, self.gradients.named_shards())
+        self.bad_steps_in_a_row = 0
+        self._fp8_weights = _fp8_weight_shards(model.registry, self.gradients)
+
+    def run(
+        self, micro_batches: list[dict[str, Tensor]], learning_rate: float, iteration: int
+    ) -> StepResult:
+        """Train on one global batch; a collective call on all ranks.
+
+        Args:
+            micro_batches: this data-parallel rank's part.
+            learning_rate: for this iteration.
+            iteration: 1-based, for messages.
+
+        Raises:
+            TrainingError: on all ranks, after `max_consecutive_bad_steps` skipped steps in a row.
+        """
+        scale = self.loss_scaler.scale
+        loss_sum = self.model.runner.train(micro_batches, scale)
+        loss_sum, tokens = self._totals(loss_sum, micro_batches)
+        self.gradients.collect()
+        raw_norm = float(self.gradients.norm())
+        divisor = tokens * scale if tokens else 1.0
+        grad_norm = raw_norm / divisor
+        finite = math.isfinite(raw_norm) and math.isfinite(loss_sum)
+        skipped = not finite or tokens == 0
+        if skipped:
+            self._report_skip(iteration, tokens)
+        else:
+            clip = self.config.optimizer.clip_grad
+            clipped = min(1.0, clip / (grad_norm + 1e-6)) if clip > 0 else 1.0
+            self.gradients.scale(clipped / divisor)
+        take_step(self.optimizer, learning_rate, skip=skipped)
+        self._update_scales(skipped)
+        self.loss_scaler.update(not finite)
+        self._count_bad(iteration, finite)
+        loss = loss_sum / tokens if tokens else 0.0
+        return StepResult(loss, grad_norm, tokens, skipped)
+
+    def _totals(self, loss_sum: Tensor, micro_batches: list[dict[str, Tensor]]) -> tuple[float, float]:
+        """(loss sum, counted tokens) of the global batch; both come from ranks with the last stage."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.world.device)
+        if self.model.runner.has_last:
+            totals[0] = loss_sum
+            totals[1] = sum(batch["loss_mask"].sum(dtype=torch.float64) for batch in micro_batches)
+        self.mesh.loss.all_reduce(totals, "loss")
+        total_loss, tokens = totals.tolist()
+        return total_loss, tokens
+
+    def _update_scales(self, skipped: bool) -> None:
+        """The single update of all FP8 scales: one MAX all-reduce of one flat vector."""
+        registry = self.model.registry
+        if registry is None:
+            return
+        if skipped:
+            registry.drop_pending()
+            return
+        for index, shard in self._fp8_weights:
+            registry.record(index, compute_amax(shard))
+        registry.update(self._reduce_amax)
+
+    def _reduce_amax(self, amax: Tensor) -> None:
+        self.mesh.stage.all_reduce(amax, "amax_all_reduce", dist.ReduceOp.MAX)
+
+    def _report_skip(self, iteration: int, tokens: float) -> None:
+        """Rank 0 names the parameters and ranks at fault. Rare, so object collectives are fine."""
+        if tokens == 0:
+            log.warning("iteration %d: no token counts in the loss; step skipped", iteration)
+            return
+        names = self.gradients.nonfinite_names()
+        everyone: list[list[str]] = [[] for _ in range(self.mesh.world.size)]
+        dist.all_gather_object(everyone, names)
+        found = [f"{names[0]} on rank {rank}" for rank, names in enumerate(everyone) if names]
+        log.warning(
+            "iteration %d: gradient not finite in %s (%d parameters over all ranks); step skipped "
+            "on all ranks",
+            iteration,
+            ", ".join(found[:4]) or "the loss alone",
+            sum(len(names) for names in everyone),
+        )
+
+    def _count_bad(self, iteration: int, finite: bool) -> None:
+        """FP16 overflows are how its loss scale is found, so there only NaN at scale 1 would count."""
+        training = self.config.training
+        if finite or self.config.precision.fp16:
+            self.bad_steps_in_a_row = 0
+            return
+        self.bad_steps_in_a_row += 1
+        limit = training.max_consecutive_bad_steps
+        if training.check_for_nan_in_loss_and_grad and self.bad_steps_in_a_row >= limit:
+            raise TrainingError(
+                f"iteration {iteration}: {limit} steps in a row had non-finite gradients; the run "
+                "stops and the last checkpoint stays as it is (--max-consecutive-bad-steps)"
+            )
+
+
+def _fp8_weight_shards(
+    registry: ScaleRegistry | None, gradients: Gradients
+) -> list[tuple[int, Tensor]]:
+    """(registry index, fp32 shard) of FP8 weights whose amax is taken from the updated masters."""
+    if registry is None or registry.recipe.weight_amax != "updated":
+        return []
+    shards = {entry.name: entry.shard for entry in gradients.entries}
+    return [
+        (index, shards[f"{module}.weight"])
+        for index, (module, role) in enumerate(registry.keys)
+        if role == "weight"
+    ]

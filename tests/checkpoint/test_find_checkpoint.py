@@ -1,0 +1,114 @@
+"""What `--load` means, over folders in every state that a kill can leave behind."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafp8.checkpoint import find_checkpoint, save_checkpoint
+from megafp8.errors import CheckpointError
+from tests.checkpoint.sharded import record
+
+
+def save(root: Path, *iterations: int) -> None:
+    for iteration in iterations:
+        save_checkpoint(root, iteration, {"a": torch.ones(2) * iteration}, record(iteration))
+
+
+def test_missing_and_empty_folders_start_fresh(tmp_path: Path) -> None:
+    assert find_checkpoint(tmp_path / "none") is None
+    assert find_checkpoint(tmp_path) is None
+    (tmp_path / "notes.txt").write_text("nothing to do with it")
+    assert find_checkpoint(tmp_path) is None
+
+
+def test_latest_decides(tmp_path: Path) -> None:
+    save(tmp_path, 5, 10)
+    assert (tmp_path / "latest").read_text() == "iter_0000010\n"
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000010"
+    # Killed between the rename and the update of `latest`.
+    (tmp_path / "latest").write_text("iter_0000005\n")
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000005"
+
+
+def test_exactly_that_one(tmp_path: Path) -> None:
+    save(tmp_path, 5, 10)
+    assert find_checkpoint(tmp_path / "iter_0000005") == tmp_path / "iter_0000005"
+    (tmp_path / "iter_0000005" / "megafp8.json").unlink()
+    with pytest.raises(CheckpointError, match="is partial .* use --load .*/iter_0000010 instead"):
+        find_checkpoint(tmp_path / "iter_0000005")
+    with pytest.raises(CheckpointError, match="iter_0000007 does not exist; use --load"):
+        find_checkpoint(tmp_path / "iter_0000007")
+    copy = tmp_path / "iter_0000010"
+    copy.rename(tmp_path / "best")
+    assert find_checkpoint(tmp_path / "best") == tmp_path / "best"
+
+
+def test_partial_ones_are_skipped_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 5, 10)
+    (tmp_path / "iter_0000010" / "megafp8.json").unlink()
+    (tmp_path / "tmp_iter_0000015.0123abcd").mkdir()
+    with caplog.at_level(logging.WARNING, logger="megafp8"):
+        assert find_checkpoint(tmp_path) == tmp_path / "iter_0000005"
+    assert "iter_0000010 is partial" in caplog.text
+    assert "tmp_iter_0000015.0123abcd is partial" in caplog.text
+    assert "latest names 'iter_0000010', which is no complete checkpoint" in caplog.text
+
+
+def test_only_an_unfinished_first_save_starts_fresh(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tmp_iter_0000005.0123abcd").mkdir()
+    with caplog.at_level(logging.WARNING, logger="megafp8"):
+        assert find_checkpoint(tmp_path) is None
+    assert "tmp_iter_0000005.0123abcd is partial" in caplog.text
+
+
+def test_checkpoints_of_which_none_is_usable_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000005").mkdir()
+    with pytest.raises(CheckpointError, match="no usable checkpoint, found iter_0000005"):
+        find_checkpoint(tmp_path)
+    (tmp_path / "iter_0000005").rmdir()
+    (tmp_path / "latest").write_text("iter_0000005\n")
+    with pytest.raises(CheckpointError, match="no usable checkpoint, found latest naming"):
+        find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "iter_5", "../iter_0000005", "\x00\xff", "iter_0000099"])
+def test_damaged_latest_falls_back_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    save(tmp_path, 5, 10)
+    (tmp_path / "latest").write_text(text)
+    with caplog.at_level(logging.WARNING, logger="megafp8"):
+        assert find_checkpoint(tmp_path) == tmp_path / "iter_0000010"
+    assert "taking" in caplog.text
+
+
+def test_missing_latest_takes_the_newest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 9999999, 10000000)
+    (tmp_path / "latest").unlink()
+    with caplog.at_level(logging.WARNING, logger="megafp8"):
+        assert find_checkpoint(tmp_path) == tmp_path / "iter_10000000"
+    assert "latest is missing" in caplog.text
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is a file, expected a directory"):
+        find_checkpoint(tmp_path / "file")
+
+
+def test_the_set_aside_copy_stands_in_for_a_lost_iteration(tmp_path: Path) -> None:
+    save(tmp_path, 5, 10)
+    old = tmp_path / "old_iter_0000010.0123abcd"
+    (tmp_path / "iter_0000010").rename(old)
+    assert find_checkpoint(tmp_path) == old
+    save(tmp_path, 15)  # gives it its name back
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000005",
+        "iter_0000010",
+        "iter_0000015",
+        "latest",
+    ]

@@ -1,0 +1,339 @@
+"""Nothing is filled that does not match: names, shapes, dtypes, bytes, words of a pickle."""
+
+import json
+import logging
+import pickle
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from megafp8.checkpoint import load_tensors, read_record, save_checkpoint, verify_files
+from megafp8.checkpoint.metadata import read_metadata
+from megafp8.errors import CheckpointError
+from tests.checkpoint.sharded import record
+from tests.support.ranks import Ranks
+
+
+def is_fp8(name: str) -> bool:
+    return name.startswith("fp8.")
+
+
+def model(*, blank: bool = False, **changes: Tensor | None) -> dict[str, Tensor]:
+    """Two weights and a scale; `a_weight=None` leaves one out."""
+    tensors = {
+        "a.weight": torch.arange(6.0).reshape(2, 3),
+        "b.weight": torch.arange(4.0),
+        "fp8.a.scale": torch.tensor(448.0),
+    }
+    for key, value in changes.items():
+        name = key.replace("_", ".")
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    return {name: torch.full_like(t, -1) for name, t in tensors.items()} if blank else tensors
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return save_checkpoint(tmp_path, 10, model(), record(10))
+
+
+def untouched(tensors: dict[str, Tensor]) -> bool:
+    return all(bool((tensor == -1).all()) for tensor in tensors.values())
+
+
+# ------------------------------------------------------------------------------------ names
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (model(blank=True, c_weight=torch.zeros(1)), "1 missing: c.weight"),
+        (model(blank=True, b_weight=None), "1 unexpected: b.weight"),
+        (
+            model(blank=True, b_weight=None, x_b_weight=torch.zeros(4)),
+            "1 missing: x.b.weight; 1 unexpected: b.weight",
+        ),
+        (model(blank=True, a_weight=torch.zeros(3, 2)), r"a.weight has shape \[2, 3\], .*\[3, 2\]"),
+        (model(blank=True, a_weight=torch.zeros(2, 3).bfloat16()), "a.weight is torch.float32"),
+        (model(blank=True, a_weight=torch.zeros(2, 3).double()), "expected torch.float64"),
+    ],
+)
+def test_weights_must_match(saved: Path, tensors: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_tensors(saved, tensors, is_fp8)
+    assert "\n" not in str(raised.value)
+    assert untouched(tensors)
+
+
+def test_scale_state_may_be_missing(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 10, model(fp8_a_scale=None), record(10))
+    tensors = model(blank=True)
+    with pytest.raises(CheckpointError, match="1 missing: fp8.a.scale"):
+        load_tensors(path, tensors)
+    assert load_tensors(path, tensors, is_fp8) == ["fp8.a.scale"]
+    assert torch.equal(tensors["a.weight"], model()["a.weight"])
+    assert tensors["fp8.a.scale"] == -1
+
+
+def test_scale_state_may_be_dropped(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = model(blank=True, fp8_a_scale=None)
+    with pytest.raises(CheckpointError, match="1 unexpected: fp8.a.scale"):
+        load_tensors(saved, tensors)
+    with caplog.at_level(logging.INFO, logger="megafp8"):
+        assert load_tensors(saved, tensors, is_fp8) == []
+    assert torch.equal(tensors["b.weight"], model()["b.weight"])
+    assert [r.message.split(": ", 1)[1] for r in caplog.records] == [
+        "1 stored tensors are not used by this run: fp8.a.scale"
+    ]
+
+
+def test_optional_tensors_must_still_have_the_right_shape(saved: Path) -> None:
+    with pytest.raises(CheckpointError, match="fp8.a.scale has shape"):
+        load_tensors(saved, model(blank=True, fp8_a_scale=torch.zeros(1)), is_fp8)
+
+
+def load_differently(directory: str) -> str:
+    """Rank 0 asks for a name that is not there, rank 1 for one of another shape."""
+    tensors = model(blank=True)
+    if dist.get_rank() == 0:
+        tensors["c.weight"] = torch.zeros(1)
+    else:
+        tensors["b.weight"] = -torch.ones(5)
+        del tensors["a.weight"]
+    with pytest.raises(CheckpointError) as raised:
+        load_tensors(Path(directory), tensors)
+    assert tensors["b.weight"][0] == -1
+    return str(raised.value)
+
+
+def test_every_rank_names_what_any_rank_found(ranks: Ranks, saved: Path) -> None:
+    first, second = ranks.run(load_differently, world_size=2, directory=str(saved))
+    assert first == second
+    assert "1 missing: c.weight; b.weight has shape [4], expected [5]" in first
+
+
+# ------------------------------------------------------------------------------------ bytes
+
+
+def shard_of(path: Path) -> Path:
+    return path / "__0_0.distcp"
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip_a_bit, "is damaged: crc32"),
+        (cut, "bytes, expected"),
+        (Path.unlink, "is missing, expected"),
+    ],
+)
+def test_damage_is_named_with_the_checkpoint_to_use_instead(
+    tmp_path: Path, name: str, damage: Callable[[Path], None], message: str
+) -> None:
+    for iteration in (5, 10):
+        path = save_checkpoint(tmp_path, iteration, model(), record(iteration))
+    damage(path / name)
+    tensors = model(blank=True)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_tensors(path, tensors)
+    text = str(raised.value)
+    assert str(path / name) in text and f"use --load {tmp_path / 'iter_0000005'} instead" in text
+    assert untouched(tensors)
+
+
+def test_no_other_checkpoint_to_advise(saved: Path) -> None:
+    cut(shard_of(saved))
+    with pytest.raises(CheckpointError, match="no other complete checkpoint in"):
+        load_tensors(saved, model(blank=True))
+
+
+def test_damaged_record_is_named(saved: Path) -> None:
+    (saved / "megafp8.json").write_text("{")
+    with pytest.raises(CheckpointError, match="megafp8.json is not valid JSON"):
+        load_tensors(saved, model(blank=True))
+
+
+def load_shared(directory: str) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        load_tensors(Path(directory), model(blank=True))
+    return str(raised.value)
+
+
+def test_checksums_are_shared_and_all_ranks_hear_of_damage(ranks: Ranks, saved: Path) -> None:
+    flip_a_bit(shard_of(saved))
+    # Files in order: .metadata (rank 0's share), __0_0.distcp (rank 1's).
+    messages = ranks.run(load_shared, world_size=2, directory=str(saved))
+    assert messages[0] == messages[1]
+    assert "rank 1: " in messages[0] and "__0_0.distcp is damaged" in messages[0]
+
+
+def test_verify_files_compares_sizes_alone_on_request(saved: Path) -> None:
+    flip_a_bit(shard_of(saved))
+    verify_files(saved, read_record(saved), checksums=False)
+    with pytest.raises(CheckpointError, match="crc32"):
+        verify_files(saved, read_record(saved))
+
+
+# ----------------------------------------------------------------------------------- pickles
+
+
+def call(module: str, name: str, argument: str) -> bytes:
+    """Return a pickle that calls `module.name(argument)` while it is read."""
+    return f"c{module}\n{name}\n(S{argument!r}\ntR.".encode()
+
+
+def plant(directory: Path, content: bytes) -> None:
+    """Replace `.metadata` and make the record agree, as someone who means harm would."""
+    (directory / ".metadata").write_bytes(content)
+    path = directory / "megafp8.json"
+    text = json.loads(path.read_text())
+    text["files"][".metadata"] = {"size": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+    path.write_text(json.dumps(text))
+
+
+def test_our_own_metadata_names_no_path(saved: Path) -> None:
+    content = (saved / ".metadata").read_bytes()
+    assert b"tmp_iter" not in content and b"pathlib" not in content
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "argument"),
+    [
+        ("os", "mkdir", "{proof}"),
+        ("posix", "system", "touch {proof}"),
+        ("builtins", "eval", "open('{proof}', 'w')"),
+        ("builtins", "getattr", "{proof}"),
+        ("torch", "load", "{proof}"),
+        ("torch", "ones", "{proof}"),
+        ("torch.serialization", "load", "{proof}"),
+        ("torch.distributed.checkpoint.filesystem", "FileSystem", "{proof}"),
+        ("pathlib", "PosixPath", "{proof}"),
+    ],
+)
+def test_hostile_metadata_runs_nothing(
+    saved: Path, tmp_path: Path, module: str, name: str, argument: str
+) -> None:
+    proof = tmp_path / "proof"
+    plant(saved, call(module, name, argument.format(proof=proof)))
+    tensors = model(blank=True)
+    with pytest.raises(CheckpointError, match=f"names {module}.{name}, which is not part of DCP"):
+        load_tensors(saved, tensors)
+    assert not proof.exists() and untouched(tensors)
+
+
+def test_the_hostile_pickle_does_harm_elsewhere(tmp_path: Path) -> None:
+    """Or the test above would show nothing."""
+    pickle.loads(call("os", "mkdir", str(tmp_path / "proof")))
+    assert (tmp_path / "proof").is_dir()
+
+
+def test_a_dotted_name_does_not_walk_into_torch(saved: Path) -> None:
+    """Protocol 4 resolves `float32.__class__` step by step in the stock unpickler."""
+    content = b"\x80\x04\x8c\x05torch\x8c\x11float32.__class__\x93."
+    plant(saved, content)
+    with pytest.raises(CheckpointError, match="names torch.float32.__class__"):
+        load_tensors(saved, model(blank=True))
+
+
+class Victim:
+    version: str | None = None
+
+
+def set_on_class(module: str, name: str) -> bytes:
+    """Return a pickle whose BUILD, with slot state, sets an attribute on the class itself."""
+    return f"c{module}\n{name}\n(N(dS'version'\nS'bad'\nstb.".encode()
+
+
+def test_a_pickle_cannot_change_dcp_classes(saved: Path) -> None:
+    pickle.loads(set_on_class(Victim.__module__, "Victim"))
+    assert Victim.version == "bad", "the pickle does harm elsewhere"
+    plant(saved, set_on_class("torch.distributed.checkpoint.metadata", "Metadata"))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_tensors(saved, model(blank=True))
+    assert Metadata.version is None
+
+
+def test_pickled_objects_inside_shards_are_refused(saved: Path) -> None:
+    content = pickle.dumps(Metadata({"a.weight": BytesStorageMetadata()}, storage_data={}))
+    plant(saved, content)
+    with pytest.raises(CheckpointError, match="BytesStorageMetadata, which is not part"):
+        load_tensors(saved, model(blank=True))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"garbage", pickle.dumps({}), b"\x80\x04N."])
+def test_damaged_metadata_is_refused(saved: Path, content: bytes) -> None:
+    plant(saved, content)
+    with pytest.raises(CheckpointError, match=r"\.metadata is damaged"):
+        load_tensors(saved, model(blank=True))
+
+
+def _outside(metadata: Metadata) -> None:
+    for info in metadata.storage_data.values():
+        info.relative_path = "../../secret"
+
+
+def _beyond(metadata: Metadata) -> None:
+    for info in metadata.storage_data.values():
+        info.offset = 10**6
+
+
+def _hole(metadata: Metadata) -> None:
+    chunk = metadata.state_dict_metadata["a.weight"].chunks[0]
+    chunk.sizes = torch.Size([1, 3])
+
+
+def _too_large(metadata: Metadata) -> None:
+    chunk = metadata.state_dict_metadata["a.weight"].chunks[0]
+    chunk.sizes = torch.Size([3, 3])
+
+
+def _not_stored(metadata: Metadata) -> None:
+    metadata.storage_data.clear()
+
+
+def _transform(metadata: Metadata) -> None:
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["stream.zstd"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_outside, "points into '../../secret', which is no file of this checkpoint"),
+        (_beyond, "points to byte"),
+        (_hole, "a.weight has 3 of 6 elements stored"),
+        (_too_large, r"a chunk of a.weight lies outside \[2, 3\]"),
+        (_not_stored, "is not stored"),
+        (_transform, "asks for stream transforms"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_refused(
+    saved: Path, change: Callable[[Metadata], None], message: str
+) -> None:
+    sizes = {name: entry.size for name, entry in read_record(saved).files.items()}
+    metadata = read_metadata(saved, sizes)
+    change(metadata)
+    plant(saved, pickle.dumps(metadata))
+    tensors = model(blank=True)
+    with pytest.raises(CheckpointError, match=message):
+        load_tensors(saved, tensors)
+    assert untouched(tensors)

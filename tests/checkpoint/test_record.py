@@ -1,0 +1,85 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megafp8.checkpoint import FORMAT_VERSION, CheckpointRecord, FileEntry, TensorEntry
+from megafp8.errors import CheckpointError
+
+PATH = Path("somewhere/megafp8.json")
+
+# As version 1 wrote it. Later versions must go on reading this text.
+STORED_V1 = """{
+ "format_version": 1, "iteration": 10,
+ "config": {"model": {"num_layers": 4}}, "layout": {"tp": 2, "fsdp": 2},
+ "data_position": {"consumed_samples": 80}, "manifest_sha256": "ab12", "state": {"lr": 0.001},
+ "tensors": {"a.weight": {"shape": [2, 3], "dtype": "float32"}},
+ "files": {"__0_0.distcp": {"size": 12, "crc32": "00c0ffee"}}
+}"""
+
+
+def stored(**changes: Any) -> str:
+    return json.dumps({**json.loads(STORED_V1), **changes})
+
+
+def test_reads_version_1() -> None:
+    assert CheckpointRecord.from_json(STORED_V1, PATH) == CheckpointRecord(
+        iteration=10,
+        config={"model": {"num_layers": 4}},
+        layout={"tp": 2, "fsdp": 2},
+        data_position={"consumed_samples": 80},
+        manifest_sha256="ab12",
+        state={"lr": 0.001},
+        tensors={"a.weight": TensorEntry(shape=(2, 3), dtype="float32")},
+        files={"__0_0.distcp": FileEntry(size=12, crc32="00c0ffee")},
+        format_version=1,
+    )
+
+
+def test_round_trip() -> None:
+    record = CheckpointRecord.from_json(STORED_V1, PATH)
+    assert CheckpointRecord.from_json(record.to_json(), PATH) == record
+    assert list(json.loads(record.to_json()))[0] == "format_version"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (stored(format_version=FORMAT_VERSION + 1), "format_version is 2, .* reads up to 1"),
+        (stored(format_version=0), "format_version is 0"),
+        (stored(format_version="1"), "format_version is '1'"),
+        (stored(format_version=True), "format_version is True"),
+        (stored(colour="red"), r"unknown: \['colour'\]"),
+        (stored(iteration=-1), "iteration is -1, expected int"),
+        (stored(iteration="10"), "iteration is '10', expected int"),
+        (stored(config=[]), r"config is \[\], expected dict"),
+        (stored(manifest_sha256=3), "manifest_sha256 is 3, expected str or NoneType"),
+        (stored(tensors={"a": {"shape": [-1], "dtype": "float32"}}), r"tensors\['a'\]"),
+        (stored(tensors={"a": {"shape": [1]}}), r"tensors\['a'\]"),
+        (stored(files={"x": {"size": 1}}), r"files\['x'\]"),
+        (stored(files={"../x": {"size": 1, "crc32": ""}}), "'../x', which lies outside"),
+        (stored(files={"/etc/passwd": {"size": 1, "crc32": ""}}), "lies outside"),
+        (stored(files={"..": {"size": 1, "crc32": ""}}), "lies outside"),
+        ("[1]", "holds list, expected an object"),
+        (STORED_V1[:40], "not valid JSON"),
+        ("", "not valid JSON"),
+    ],
+)
+def test_refuses(text: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as raised:
+        CheckpointRecord.from_json(text, PATH)
+    assert str(PATH) in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_missing_field_is_named() -> None:
+    content = json.loads(STORED_V1)
+    del content["data_position"]
+    with pytest.raises(CheckpointError, match=r"missing: \['data_position'\]"):
+        CheckpointRecord.from_json(json.dumps(content), PATH)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
+def test_values_without_a_json_form_are_refused(value: Any) -> None:
+    with pytest.raises(CheckpointError, match="iteration 3 has no JSON form"):
+        CheckpointRecord(iteration=3, state={"value": value}).to_json()

@@ -1,0 +1,43 @@
+"""What every test shares: one thread per process, fixed seeds, and skips that give their reason."""
+
+import os
+
+# Set before torch is imported: rank processes of the multi-process tests inherit it, and sums do
+# not depend on how many cores the machine has.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+import random
+import sys
+
+import pytest
+
+from tests.support.fixtures import ranks  # noqa: F401
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no CUDA device."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False")
+        for item in gpu_items:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    """Start each test from the same random state, whichever tests ran before it.
+
+    Libraries are seeded only where they are loaded already: `config` tests check that torch and
+    numpy are not imported.
+    """
+    random.seed(1234)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(1234)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(1234)

@@ -1,0 +1,85 @@
+"""Batch-size ramp-up against values of Megatron's micro-batch calculator (megatron-core 0.16.1)."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megafp8.config.training import TrainingConfig
+from megafp8.errors import ConfigurationError
+from megafp8.train.batch_size import BatchSizeSchedule, total_iterations
+
+RAMP = BatchSizeSchedule(global_batch_size=64, start=16, increment=16, ramp_samples=300)
+
+
+def run(**training):
+    values = {"micro_batch_size": 2, "global_batch_size": 64, "rampup_batch_size": (16, 16, 300)}
+    return SimpleNamespace(training=TrainingConfig(**{**values, **training}))
+
+
+def test_sizes_equal_megatrons():
+    positions = (0, 99, 100, 200, 300, 400)
+    assert [RAMP.batch_size(p) for p in positions] == [16, 16, 32, 48, 64, 64]
+    assert [RAMP.num_microbatches(p, 2, 2) for p in positions] == [4, 4, 8, 12, 16, 16]
+
+
+def test_float_division_at_the_end_of_the_ramp_is_megatrons():
+    # 2122 / 7 rounds up, so the calculator still gives the step before the last at the end itself.
+    ramp = BatchSizeSchedule(56, 28, 4, 2122)
+    assert [ramp.batch_size(p) for p in (2121, 2122, 2123)] == [52, 52, 56]
+
+
+def test_without_a_ramp_the_size_is_constant():
+    for same in (
+        BatchSizeSchedule.constant(8),
+        BatchSizeSchedule(8, 8, 4, 100),  # Megatron divides by zero here
+        BatchSizeSchedule(8, 4, 4, 0),  # and here
+    ):
+        assert {same.batch_size(p) for p in (0, 50, 100, 101)} == {8}
+        assert same.consumed_after(5) == 40
+        assert same.iterations_within(47) == 5
+
+
+def test_consumed_samples_and_iterations_agree_with_stepping():
+    consumed, positions = 0, [0]
+    for _ in range(60):
+        consumed += RAMP.batch_size(consumed)
+        positions.append(consumed)
+    assert [RAMP.consumed_after(n) for n in range(61)] == positions
+    assert [RAMP.iterations_within(p) for p in positions] == list(range(61))
+    # One sample less drops the incomplete batch, inside the ramp and after it.
+    assert [RAMP.iterations_within(p - 1) for p in positions[1:]] == list(range(60))
+
+
+def test_total_iterations():
+    assert total_iterations(run(train_iters=7), RAMP) == 7
+    # 7 of 16 reach 112, 3 of 32 reach 208, 2 of 48 reach 304, and 10 of 64 fit into the rest.
+    assert total_iterations(run(train_samples=1000), RAMP) == RAMP.iterations_within(1000) == 22
+    with pytest.raises(ConfigurationError, match="--train-iters"):
+        total_iterations(run(), RAMP)
+    with pytest.raises(ConfigurationError, match="less than one batch of 16"):
+        total_iterations(run(train_samples=15), RAMP)
+
+
+def test_every_size_of_the_ramp_must_split_into_micro_batches():
+    RAMP.check_divisible(4, 4)
+    with pytest.raises(ConfigurationError, match=r"size 16 is not a multiple .* 8 \* .* 4 = 32"):
+        RAMP.check_divisible(8, 4)
+    with pytest.raises(ConfigurationError, match="--global-batch-size: batch size 6 "):
+        BatchSizeSchedule.constant(6).check_divisible(2, 2)
+
+
+@pytest.mark.parametrize("ramp", [(16, 10, 300), (128, 16, 300)])
+def test_a_ramp_that_cannot_end_at_the_batch_size_is_refused(ramp):
+    with pytest.raises(ConfigurationError, match="--rampup-batch-size"):
+        BatchSizeSchedule.from_config(run(rampup_batch_size=ramp), 2)
+
+
+def test_without_a_global_batch_size_each_rank_takes_one_micro_batch():
+    config = run(global_batch_size=None, rampup_batch_size=None)
+    assert BatchSizeSchedule.from_config(config, 4) == BatchSizeSchedule.constant(8)
+
+
+def test_configured_sizes_are_checked_against_the_data_parallel_size():
+    assert BatchSizeSchedule.from_config(run(), 8) == RAMP
+    with pytest.raises(ConfigurationError, match="--rampup-batch-size: batch size 16 "):
+        BatchSizeSchedule.from_config(run(), 16)

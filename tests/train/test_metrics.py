@@ -1,0 +1,212 @@
+"""metrics.jsonl, its truncation on resume, and the iteration line."""
+
+import io
+import json
+import math
+import re
+from datetime import datetime
+
+import pytest
+from rich.console import Console
+
+from megafp8.errors import DataError
+from megafp8.train.metrics import (
+    Interval,
+    IterationMetrics,
+    MetricsWriter,
+    iteration_line,
+    read_metrics,
+)
+from megafp8.train.progress import ProgressBar
+
+KEYS = [
+    "iteration", "loss", "grad_norm", "lr", "tokens", "consumed_samples", "step_time_s",
+    "tokens_per_s", "tflops_per_device", "mfu", "mem_peak_bytes", "skipped", "comm_bytes",
+    "comm_calls",
+]  # fmt: skip
+
+
+def metrics(iteration, **changes):
+    values = {
+        "iteration": iteration, "loss": 2.5, "grad_norm": 1.25, "lr": 3e-4, "tokens": 512,
+        "consumed_samples": 8 * iteration, "step_time_s": 0.25, "tokens_per_s": 2048.0,
+        "tflops_per_device": 0.5, "mfu": None, "mem_peak_bytes": None, "skipped": False,
+        "comm_bytes": {"loss": {"float32": 8}}, "comm_calls": {"loss": 1}, "global_batch_size": 8,
+    }  # fmt: skip
+    return IterationMetrics(**{**values, **changes})
+
+
+def writer(folder, **changes):
+    settings = {"enabled": True, "total_iterations": 100, "log_interval": 2}
+    return MetricsWriter(folder, **{**settings, **changes})
+
+
+def test_line_has_megatrons_words_order_and_formats():
+    line = iteration_line(
+        metrics(7, loss_scale=65536.0),
+        total_iterations=100,
+        loss=2.125,
+        elapsed_ms=250.04,
+        skipped_iterations=1,
+        nan_iterations=0,
+    )
+    assert line == (
+        " iteration        7/     100 | consumed samples:           56 |"
+        " elapsed time per iteration (ms): 250.0 | learning rate: 3.000000E-04 |"
+        " global batch size:     8 | lm loss: 2.125000E+00 | loss scale: 65536.0 |"
+        " grad norm: 1.250 | number of skipped iterations:   1 |"
+        " number of nan iterations:   0 |"
+    )
+
+
+def test_line_with_everything_that_can_be_asked_for():
+    line = iteration_line(
+        metrics(7, params_norm=12.0, num_zeros_in_grad=3, grad_norm=math.nan),
+        total_iterations=100,
+        loss=math.nan,
+        elapsed_ms=250.0,
+        skipped_iterations=0,
+        nan_iterations=1,
+        throughput=123.45,
+        timestamp=datetime(2030, 1, 2, 3, 4, 5, 678),
+    )
+    assert line.startswith(" [2030-01-02 03:04:05.000678] iteration        7/     100 |")
+    words = [part.split(":")[0].strip() for part in line.split("] ")[1].split("|")[1:-1]]
+    assert words == [
+        "consumed samples", "elapsed time per iteration (ms)", "throughput per GPU (TFLOP/s/GPU)",
+        "learning rate", "global batch size", "lm loss", "loss scale", "grad norm", "num zeros",
+        "params norm", "number of skipped iterations", "number of nan iterations",
+    ]  # fmt: skip
+    assert "lm loss: NAN |" in line and "grad norm: nan |" in line
+    assert "(TFLOP/s/GPU): 123.5 |" in line
+
+
+def test_a_gradient_norm_that_was_not_computed_is_left_out():
+    interval = Interval()
+    interval.add(metrics(1, grad_norm=None))
+    assert "grad norm" not in interval.line(10, with_throughput=False)
+
+
+def test_the_interval_averages_over_the_steps_that_were_taken():
+    interval = Interval()
+    interval.add(metrics(1, loss=4.0, step_time_s=0.1, tflops_per_device=1.0))
+    interval.add(metrics(2, loss=math.nan, skipped=True, step_time_s=0.2, tflops_per_device=1.0))
+    interval.add(metrics(3, loss=3.0, step_time_s=0.3, tflops_per_device=4.0))
+    line = interval.line(10, with_throughput=True)
+    assert "lm loss: 3.500000E+00" in line
+    assert "(ms): 200.0 |" in line
+    assert "(TFLOP/s/GPU): 2.5 |" in line  # (0.1 + 0.2 + 1.2) / 0.6
+    assert "skipped iterations:   1 | number of nan iterations:   1 |" in line
+    # The next interval starts over.
+    interval.add(metrics(4, loss=1.0))
+    assert "lm loss: 1.000000E+00" in interval.line(10, with_throughput=False)
+
+
+def test_an_interval_of_skipped_steps_shows_the_last_loss():
+    interval = Interval()
+    interval.add(metrics(1, loss=5.0, skipped=True))
+    interval.add(metrics(2, loss=math.inf, skipped=True))
+    line = interval.line(10, with_throughput=False)
+    assert "lm loss: INF |" in line and "skipped iterations:   2 |" in line
+
+
+def test_entries_have_the_published_keys_and_are_flushed(tmp_path):
+    sink = writer(tmp_path)
+    sink.write(metrics(1))
+    sink.write(metrics(2, valid_loss=2.75, loss=math.nan, grad_norm=math.inf))
+    # Read while the writer is still open.
+    first, second = (
+        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    )
+    assert list(first)[: len(KEYS)] == KEYS and "valid_loss" not in first
+    assert first["mfu"] is None and first["comm_bytes"] == {"loss": {"float32": 8}}
+    assert second["valid_loss"] == 2.75
+    assert (second["loss"], second["grad_norm"]) == ("nan", "inf")
+    read = read_metrics(tmp_path)
+    assert math.isnan(read[1]["loss"]) and read[1]["grad_norm"] == math.inf
+    sink.close()
+
+
+def test_a_resumed_run_repeats_no_iteration(tmp_path):
+    first = writer(tmp_path)
+    for iteration in range(1, 6):
+        first.write(metrics(iteration, loss=1.0))
+    first.close()
+    path = tmp_path / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"iteration": 3, "lo')  # killed while writing
+    second = writer(tmp_path, resumed_iteration=3)
+    for iteration in range(4, 7):
+        second.write(metrics(iteration, loss=2.0))
+    second.close()
+    read = read_metrics(tmp_path)
+    assert [entry["iteration"] for entry in read] == [1, 2, 3, 4, 5, 6]
+    assert [entry["loss"] for entry in read] == [1.0] * 3 + [2.0] * 3
+    assert len(path.read_text().splitlines()) == 6
+
+
+def test_resuming_at_the_last_entry_leaves_the_file_alone(tmp_path):
+    first = writer(tmp_path)
+    first.write(metrics(1))
+    first.close()
+    path = tmp_path / "metrics.jsonl"
+    before = path.stat().st_ino
+    writer(tmp_path, resumed_iteration=1).close()
+    assert path.stat().st_ino == before and len(read_metrics(tmp_path)) == 1
+
+
+def test_lines_are_printed_at_multiples_of_the_interval(tmp_path, capsys):
+    sink = writer(tmp_path, resumed_iteration=3)
+    for iteration in range(4, 8):
+        sink.write(metrics(iteration))
+    sink.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(re.search(r"iteration +(\d+)/ +100", line)[1]) for line in lines] == [4, 6]
+    assert re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration ", lines[0])
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
+    sink = writer(tmp_path / "run", enabled=False, log_interval=1)
+    sink.write(metrics(1))
+    sink.close()
+    assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
+
+
+def test_observers_see_every_iteration_and_are_closed(tmp_path):
+    class Recorder:
+        def __init__(self):
+            self.seen = []
+
+        def observe(self, metrics):
+            self.seen.append(metrics.iteration)
+
+        def close(self):
+            self.seen.append("closed")
+
+    recorder = Recorder()
+    sink = writer(tmp_path, observers=[recorder])
+    sink.write(metrics(1))
+    sink.write(metrics(2))
+    sink.close()
+    assert recorder.seen == [1, 2, "closed"]
+
+
+def test_a_folder_without_metrics_is_named(tmp_path):
+    with pytest.raises(DataError, match=f"{tmp_path}: no metrics.jsonl"):
+        read_metrics(tmp_path)
+
+
+def test_progress_is_drawn_on_terminals_only():
+    pipe = io.StringIO()
+    bar = ProgressBar(10, console=Console(file=pipe, force_terminal=False))
+    bar.observe(metrics(1))
+    bar.close()
+    assert pipe.getvalue() == ""
+
+    screen = io.StringIO()
+    bar = ProgressBar(10, completed=3, console=Console(file=screen, force_terminal=True, width=120))
+    bar.observe(metrics(4, loss=2.5))
+    bar.close()
+    bar.close()
+    assert "4/10" in screen.getvalue()
+    assert "loss 2.5000" in screen.getvalue() and "2,048 tokens/s" in screen.getvalue()

@@ -1,0 +1,46 @@
+"""Train a tokenizer on JSONL or text files; the same input gives the same tokenizer."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megafp8.data.tool_parser import ToolParser, run_tool  # noqa: E402
+from megafp8.data.train_tokenizer import DEFAULT_MAX_BYTES, TYPES, train_tokenizer  # noqa: E402
+
+
+def main() -> int:
+    parser = ToolParser(__doc__ or "")
+    parser.add_input_arguments()
+    parser.add_argument("--output", required=True, help="folder for the tokenizer")
+    parser.add_argument("--vocab-size", type=int, required=True, help="ids, special ones included")
+    parser.add_argument(
+        "--type",
+        required=True,
+        choices=TYPES,
+        help="sentencepiece: tokenizer.model; bpe: byte-level tokenizer.json",
+    )
+    parser.add_argument(
+        "--max-bytes",
+        type=int,
+        default=DEFAULT_MAX_BYTES,
+        help="train on at most so much text, sampled evenly",
+    )
+    args = parser.parse_args()
+    return run_tool(
+        lambda: train_tokenizer(
+            args.input,
+            args.output,
+            args.vocab_size,
+            args.type,
+            globs=args.glob,
+            exclude=args.exclude,
+            json_keys=args.json_keys,
+            max_bytes=args.max_bytes,
+            skip_bad_records=args.skip_bad_records,
+        ).lines()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
