@@ -137,7 +137,7 @@ class GPTDataset:
         if order is None:
             order = Permutation(self._samples, self._seed, epoch, self._stream)
             self._orders = OrderedDict([*list(self._orders.items())[-1:], (epoch, order)])
-        return int(order(offset))
+        return order.element(offset)
 
     def locate(self, number: int) -> tuple[int, int]:
         """Return (document, offset in it) of the first token of sample `number`."""
@@ -171,7 +171,7 @@ class MockGPTDataset:
     A Markov chain over S = min(32, V) states, spread evenly over the vocabulary so that every
     vocabulary shard sees some. With probability 3/4 the next state follows the present one (modulo
     S); else it is drawn anew, half of the draws going to state 0, a quarter to state 1, and so on.
-    Cross-entropy therefore falls from ln V to the unigram entropy (about 2.2 nats) and on to the
+    Cross-entropy therefore falls from ln V to the unigram entropy (about 2.4 nats) and on to the
     chain's own, about 0.9 nats.
 
     Args:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megafp8.data.counter_rng import derive_key, random_bits
+from megafp8.data.counter_rng import derive_key, random_bits, random_bits_of
 
 # Four rounds are pseudo-random for large domains; small ones (a few elements) need more to reach
 # all permutations with about equal frequency.
@@ -42,6 +42,22 @@ class Permutation:
     def __call__(self, positions: np.ndarray | int) -> np.ndarray:
         """Return the elements at `positions` (int64, the shape of `positions`)."""
         return self._walk(positions, self._encrypt)
+
+    def element(self, position: int) -> int:
+        """Return the element at one position, as `__call__` does, without arrays."""
+        if not 0 <= position < self.size:
+            raise IndexError(f"position outside [0, {self.size})")
+        value = position
+        while True:
+            left, right = divmod(value, self._right)
+            for number, key in enumerate(self._keys):
+                if number % 2:
+                    right = (right + random_bits_of(key, left) % self._right) % self._right
+                else:
+                    left = (left + random_bits_of(key, right) % self._left) % self._left
+            value = left * self._right + right
+            if value < self.size:
+                return value
 
     def inverse(self, elements: np.ndarray | int) -> np.ndarray:
         """Return the positions of `elements` (int64, the shape of `elements`)."""

@@ -44,7 +44,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, without an end-of-document id."""
+        """Return the ids of `text`, without an end-of-document id.
+
+        Raises:
+            UnicodeEncodeError: `text` holds a lone surrogate, which is no character.
+        """
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -133,7 +137,7 @@ class SentencePieceTokenizer:
         return _join_documents(ids, self.eod, self._processor.decode)
 
     def _encode_run(self, text: str) -> list[int]:
-        text.encode("utf-8")  # the library drops lone surrogates without a word; this raises
+        _require_characters(text)
         return self._processor.encode(text)
 
     def _find_eod(self, file: Path) -> int:
@@ -172,6 +176,7 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, with no token added around them."""
+        _require_characters(text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -246,6 +251,11 @@ def resolve_vocab_size(data: Any, tokenizer: Tokenizer | None = None) -> int:
             f"{tokenizer.vocab_size} ids"
         )
     return int(data.vocab_size)
+
+
+def _require_characters(text: str) -> None:
+    """Raise UnicodeEncodeError for a lone surrogate, which the libraries drop or misname."""
+    text.encode("utf-8")
 
 
 def _join_documents(ids: Iterable[int], eod: int, decode_run: Any) -> str:

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import torch
 
-from megafp8.data import BatchLoader
+from megafp8.data.loader import BatchLoader
 from megafp8.model import Model
 from megafp8.model.batch import to_tensors
 from megafp8.parallel.mesh import Mesh

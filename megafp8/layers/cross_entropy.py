@@ -35,7 +35,9 @@ class _CrossEntropyFunction(torch.autograd.Function):
             for start in range(0, rows, CHUNK):
                 part = slice(start, start + CHUNK)
                 shifted = logits[part, :valid].float().sub_(top[part, None])
-                sums[1, part] = shifted.gather(1, picked[part, None].clamp(max=valid - 1)).squeeze(1)
+                sums[1, part] = shifted.gather(1, picked[part, None].clamp(max=valid - 1)).squeeze(
+                    1
+                )
                 sums[0, part] = shifted.exp_().sum(-1)
             sums[1].mul_(mine)
         tp.all_reduce(sums, "tp_all_reduce")

@@ -52,7 +52,9 @@ class _LookupFunction(torch.autograd.Function):
 class Embedding(nn.Module):
     """Token ids [b, s] -> hidden states [s(/tp), b, h]."""
 
-    def __init__(self, context: LayerContext, learned_positions: bool, hidden_dropout: float) -> None:
+    def __init__(
+        self, context: LayerContext, learned_positions: bool, hidden_dropout: float
+    ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = context.mesh.tp, context.sequence_parallel
         self.hidden_dropout = hidden_dropout
@@ -60,7 +62,9 @@ class Embedding(nn.Module):
         self.word_embeddings.weight = context.factory("embedding.word_embeddings.weight")
         self.position_embeddings = nn.Module() if learned_positions else None
         if self.position_embeddings is not None:
-            self.position_embeddings.weight = context.factory("embedding.position_embeddings.weight")
+            self.position_embeddings.weight = context.factory(
+                "embedding.position_embeddings.weight"
+            )
 
     def forward(self, tokens: Tensor, position_ids: Tensor, key: MicroBatchKey) -> Tensor:
         """Look up, sum over tp (scattered over s with sequence parallelism), add positions, drop."""

@@ -88,7 +88,9 @@ class ParameterFactory:
         for outer in range(math.prod(spec.shape[:-2])):  # gate and up of a fused fc1; else once
             if spec.tp_dim == len(spec.shape) - 1:
                 width = shape[-1]
-                full = _draw_rows(self.seed, spec.name, outer * rows, (outer + 1) * rows, columns, std)
+                full = _draw_rows(
+                    self.seed, spec.name, outer * rows, (outer + 1) * rows, columns, std
+                )
                 pieces.append(full[:, rank * width : (rank + 1) * width].contiguous())
             else:
                 first = outer * rows + (rank * shape[-2] if spec.tp_dim is not None else 0)

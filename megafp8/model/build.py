@@ -44,10 +44,12 @@ class Model:
     tied: bool
     partial_gradients: frozenset[str]
 
-    @property
-    def is_tied_copy(self) -> bool:
-        """Whether this rank holds the output layer's copy of a tied embedding."""
-        return self.tied and OUTPUT in self.parameters
+    @torch.no_grad()
+    def copy_tied_embedding(self) -> None:
+        """Where this rank holds both ends of a tied embedding, the output layer follows."""
+        if self.tied and EMBEDDING in self.parameters and OUTPUT in self.parameters:
+            local = [self.parameters[name].data.to_local() for name in (OUTPUT, EMBEDDING)]  # type: ignore[attr-defined]
+            local[0].copy_(local[1])
 
     def set_training(self, training: bool) -> None:
         """Switch dropout on or off."""
@@ -97,9 +99,7 @@ def build_model(
             cache_weights=not layout.reshard_after_forward or layout.fsdp == 1,
             deferred=queue,
         )
-        stage = GPTStage(
-            context, backend, config, plan, layout, index, shape.vocab_size, rope
-        )
+        stage = GPTStage(context, backend, config, plan, layout, index, shape.vocab_size, rope)
         _shard_stage(stage, mesh, dtype)
         stages.append(stage)
         queues.append(queue)
@@ -156,9 +156,7 @@ def _shard_stage(stage: GPTStage, mesh: Mesh, dtype: torch.dtype) -> None:
 
 def _check_built(shape: ModelShape, parameters: dict[str, nn.Parameter], mesh: Mesh) -> None:
     """Every parameter of the model is built exactly once over the pipeline ranks."""
-    mine = sum(
-        p.numel() for name, p in parameters.items() if not (shape.tied and name == OUTPUT)
-    )
+    mine = sum(p.numel() for name, p in parameters.items() if not (shape.tied and name == OUTPUT))
     total = torch.tensor([mine], dtype=torch.int64, device=mesh.world.device)
     if mesh.pp.process_group is not None and mesh.pp.size > 1:
         torch.distributed.all_reduce(total, group=mesh.pp.process_group)

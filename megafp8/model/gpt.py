@@ -95,7 +95,7 @@ class GPTStage(nn.Module):
         if labels is None or loss_mask is None:
             return logits
         losses = vocab_parallel_cross_entropy(logits, labels.t(), self.tp, self.vocab_size)
-        return (losses * loss_mask.t()).sum(dim=(0, 1), keepdim=True)[0]
+        return (losses * loss_mask.t()).sum(0).sum(0, keepdim=True)
 
     @torch.no_grad()
     def full_logits(self, logits: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def _decode(operand: QuantizedTensor, out_dtype: torch.dtype) -> Tensor:
 def _scaled_mm(
     a: Tensor, b: Tensor, qa: QuantizedTensor, qb: QuantizedTensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    return torch._scaled_mm(
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         a,
         b,
         scale_a=qa.scale_inv,

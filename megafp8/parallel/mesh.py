@@ -98,9 +98,7 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
     groups = {}
     for axis in AXES:
         groups[axis] = cache.adopt(_groups(layout, {axis}), device_mesh.get_group(axis))
-    ends = [
-        [ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in _groups(layout, {"pp"})
-    ]
+    ends = [[ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in _groups(layout, {"pp"})]
     pp_rank, replicate, fsdp, tp_rank = (device_mesh.get_local_rank(axis) for axis in AXES)
     hybrid = layout.replicate > 1
     return Mesh(

@@ -106,6 +106,16 @@ class Gradients:
         """Multiply all gradients by `factor`."""
         torch._foreach_mul_([self._grad(e) for e in self.entries], factor)
 
+    @torch.no_grad()
+    def zeros(self) -> int:
+        """Global number of exact zeros among the gradients, each parameter counted once."""
+        count = torch.zeros((), dtype=torch.int64, device=self.mesh.world.device)
+        for entry in self.entries:
+            if entry.counts:
+                count += (self._grad(entry) == 0).sum()
+        self.mesh.model.all_reduce(count, "grad_norm")
+        return int(count)
+
     def nonfinite_names(self) -> list[str]:
         """This rank's parameters whose gradient holds an inf or NaN; syncs, for reports only."""
         return [e.name for e in self.entries if not bool(self._grad(e).isfinite().all())]

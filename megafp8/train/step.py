@@ -29,12 +29,14 @@ class StepResult:
         grad_norm: global 2-norm before clipping, of the mean loss.
         tokens: tokens of the global batch that count in the loss.
         skipped: whether the optimizer step was left out.
+        zeros_in_grad: exact zeros among the gradients, if the run logs them.
     """
 
     loss: float
     grad_norm: float
     tokens: float
     skipped: bool
+    zeros_in_grad: int | None = None
 
 
 class TrainingStep:
@@ -74,6 +76,7 @@ class TrainingStep:
         raw_norm = float(self.gradients.norm())
         divisor = tokens * scale if tokens else 1.0
         grad_norm = raw_norm / divisor
+        zeros = self.gradients.zeros() if self.config.logging.log_num_zeros_in_grad else None
         finite = math.isfinite(raw_norm) and math.isfinite(loss_sum)
         skipped = not finite or tokens == 0
         if skipped:
@@ -87,9 +90,11 @@ class TrainingStep:
         self.loss_scaler.update(not finite)
         self._count_bad(iteration, finite)
         loss = loss_sum / tokens if tokens else 0.0
-        return StepResult(loss, grad_norm, tokens, skipped)
+        return StepResult(loss, grad_norm, tokens, skipped, zeros)
 
-    def _totals(self, loss_sum: Tensor, micro_batches: list[dict[str, Tensor]]) -> tuple[float, float]:
+    def _totals(
+        self, loss_sum: Tensor, micro_batches: list[dict[str, Tensor]]
+    ) -> tuple[float, float]:
         """(loss sum, counted tokens) of the global batch; both come from ranks with the last stage."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.world.device)
         if self.model.runner.has_last:

@@ -24,7 +24,7 @@ from tests.support.ranks import Ranks
 
 
 def model(value: float) -> dict[str, Tensor]:
-    return {"a": torch.full((64, 3), value), "b": torch.full((5,), value)}
+    return {"a": torch.full((64, 3), float(value)), "b": torch.full((5,), float(value))}
 
 
 def value_in(directory: Path) -> float:
@@ -141,12 +141,52 @@ def test_killed_at_any_step(tmp_path: Path, again: bool) -> None:
             path = find_checkpoint(root)
             assert path is not None
             found.append(value_in(path))
+            if not again:
+                assert path.name == (root / "latest").read_text().strip()
             # And the run goes on.
             save_checkpoint(root, 15, model(15.0), record(15))
             assert not any(name.startswith(("tmp_", "old_")) for name in names(root))
             assert value_in(root / "iter_0000015") == 15.0
     assert set(found) == {5.0, 10.0}
     assert found == sorted(found), "once the new checkpoint is current it stays so"
+
+
+def test_a_rename_that_fails_gives_the_former_content_its_name_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, 5, model(5.0), record(5))
+    rename = os.rename
+
+    def refuse_new(source: Path, target: Path) -> None:
+        if source.name.startswith("tmp_") and target.name.startswith("iter_"):
+            raise PermissionError(errno.EPERM, "not permitted")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse_new)
+    with pytest.raises(CheckpointError, match="PermissionError"):
+        save_checkpoint(tmp_path, 5, model(6.0), record(5))
+    assert names(tmp_path) == ["iter_0000005", "latest"]
+    assert value_in(tmp_path / "iter_0000005") == 5.0
+
+
+def test_a_kill_while_deleting_leaves_nothing_that_looks_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (1, 2):
+        save_checkpoint(tmp_path, iteration, model(iteration), record(iteration))
+
+    def delete_one_file(directory: Path) -> None:
+        next(directory.glob("*.distcp")).unlink()
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", delete_one_file)
+        save_checkpoint(tmp_path, 3, model(3), record(3), keep_last=1)
+    assert [name for name in names(tmp_path) if name.startswith("iter_")] == [
+        "iter_0000001",
+        "iter_0000003",
+    ]
+    assert value_in(tmp_path / "iter_0000001") == 1.0
 
 
 def save_for_ever(root: str) -> None:

@@ -30,11 +30,14 @@ def test_large_sizes_have_an_inverse(size):
     assert abs(elements[4:].mean() / size - 0.5) < 5 * np.sqrt(1 / 12 / 2000)
 
 
-def test_single_positions_equal_the_vector():
-    order = Permutation(1001, seed=3, epoch=2)
-    together = order(np.arange(1001))
-    assert [int(order(i)) for i in range(0, 1001, 50)] == together[::50].tolist()
-    assert order(np.arange(6).reshape(2, 3)).shape == (2, 3)
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1001, 10**15 + 37])
+def test_single_positions_equal_the_vector(size):
+    order = Permutation(size, seed=3, epoch=2)
+    positions = np.unique(np.linspace(0, size - 1, 300).astype(np.int64))
+    assert [order.element(i) for i in positions.tolist()] == order(positions).tolist()
+    assert order(np.zeros((2, 3), dtype=np.int64)).shape == (2, 3)
+    with pytest.raises(IndexError):
+        order.element(size)
 
 
 def test_values_are_fixed_for_ever():

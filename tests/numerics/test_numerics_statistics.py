@@ -72,12 +72,13 @@ def test_error_measures() -> None:
     assert found["sqnr_db"] == pytest.approx(expected, abs=1e-3) and 28 < expected < 36
     cosine = torch.nn.functional.cosine_similarity(x, dq, dim=0).item()
     assert found["cosine"] == pytest.approx(cosine, abs=1e-5)
-    # Nothing of it depends on strides, and nonfinite inputs do not spoil it.
-    assert torch.equal(
-        counts(x.view(64, 64).t(), scale), counts(x.view(64, 64).t().contiguous(), scale)
-    )
+    # Strides change nothing but the order of a sum, and nonfinite inputs do not spoil it.
+    turned = counts(x.view(64, 64).t(), scale)
+    torch.testing.assert_close(turned, counts(x, scale), rtol=1e-12, atol=0)
     spoiled = summarize(counts(torch.cat([x, torch.tensor([float("nan")])]), scale))
-    assert spoiled["mse"] == pytest.approx(found["mse"]) and spoiled["cosine"] == found["cosine"]
+    assert spoiled["mse"] == pytest.approx(found["mse"]) and spoiled["cosine"] == pytest.approx(
+        found["cosine"]
+    )
 
 
 def test_scale_drift() -> None:

@@ -44,7 +44,9 @@ class _LinearFunction(torch.autograd.Function):
         # FSDP frees and refills the storage of a gathered weight between forward and backward, so
         # what is saved is the weight itself unless its FP8 cast is kept for the whole step anyway.
         kept = operands.keeps_weight
-        ctx.save_for_backward(operands.data(x_saved), operands.data(w) if kept else weight.to_local())
+        ctx.save_for_backward(
+            operands.data(x_saved), operands.data(w) if kept else weight.to_local()
+        )
         ctx.layer, ctx.weight, ctx.kept = layer, weight, kept
         ctx.scales = (operands.scale_inv(x_saved), operands.scale_inv(w))
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
@@ -68,7 +70,9 @@ class _LinearFunction(torch.autograd.Function):
 
         def weight_gradient() -> DTensor:
             x = operands.gather_again(x_saved, layer.gathers_input)
-            dw = operands.wgrad(dy, x)  # [n, m] @ [m, k] -> [n, k]
+            dw = operands.wgrad(
+                dy if operands.fp8_wgrad else dy_saved, x
+            )  # [n, m] @ [m, k] -> [n, k]
             return _as_gradient(dw, ctx.weight)
 
         dw = layer.emit(ctx.weight, weight_gradient) if ctx.needs_input_grad[1] else None

@@ -20,6 +20,7 @@ class HighPrecisionOperands:
     """Operands as plain tensors in the compute dtype."""
 
     keeps_weight = False
+    fp8_wgrad = True  # nothing beside the GEMM's own operand is kept for wgrad
 
     def __init__(self, tp: CommGroup, dtype: torch.dtype) -> None:
         self.tp, self.dtype = tp, dtype
@@ -86,6 +87,7 @@ class Fp8Operands:
     ) -> None:
         self.tp, self.registry, self.recipe = tp, registry, recipe
         self.fp8_gather, self.keeps_weight = fp8_gather, keeps_weight
+        self.fp8_wgrad = recipe.fp8_wgrad
         self.index = {
             role: registry.register(name, role) for role in ("input", "weight", "grad_output")
         }
@@ -93,7 +95,8 @@ class Fp8Operands:
 
     def __repr__(self) -> str:
         forward, gradient = self.recipe.forward_format.name, self.recipe.gradient_format.name
-        return f"fp8 delayed: input {forward}, weight {forward}, grad_output {gradient}"
+        wgrad = "" if self.fp8_wgrad else ", wgrad in high precision"
+        return f"fp8 delayed: input {forward}, weight {forward}, grad_output {gradient}{wgrad}"
 
     def _quantize(self, role: str, x: Tensor) -> QuantizedTensor:
         index, fmt = self.index[role], self.recipe.format(role)
@@ -106,23 +109,30 @@ class Fp8Operands:
         """Quantize x [tokens, features], record its amax, gather it over tp along tokens if asked.
 
         Returns:
-            (what to save, what the GEMM reads).
+            (what to save for wgrad, what fprop or dgrad reads). They differ under sequence
+            parallelism, and with --no-fp8-wgrad, where wgrad takes high-precision operands.
         """
         if self.registry.recording:
             self.registry.record(self.index[role], compute_amax(x))
+        if not self.fp8_wgrad and role == "grad_output":
+            whole = self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
+            return whole, self._quantize(role, whole)
         if gather and not self.fp8_gather:
             full = self._quantize(role, self.tp.all_gather(x, LINEAR_KINDS[0]))
-            return full, full
+            return (full if self.fp8_wgrad else x), full
         local = self._quantize(role, x)
-        return local, self._gather(local) if gather else local
+        saved = local if self.fp8_wgrad else x
+        return saved, self._gather(local) if gather else local
 
     def _gather(self, local: QuantizedTensor) -> QuantizedTensor:
         # One scale on all tp ranks (the amax reduction spans them), so only codes travel.
         data = self.tp.all_gather(local.data, LINEAR_KINDS[0])
         return QuantizedTensor(data, local.scale_inv, local.format)
 
-    def gather_again(self, x: QuantizedTensor, gather: bool) -> QuantizedTensor:
+    def gather_again(self, x: QuantizedTensor | Tensor, gather: bool) -> QuantizedTensor | Tensor:
         """The saved operand as wgrad needs it: gathered again unless it was saved whole."""
+        if isinstance(x, Tensor):
+            return self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
         return self._gather(x) if gather and self.fp8_gather else x
 
     def weight(self, w: Tensor) -> QuantizedTensor:
@@ -142,17 +152,18 @@ class Fp8Operands:
             self._cached = (version, cast)
         return cast
 
-    def data(self, operand: QuantizedTensor) -> Tensor:
+    def data(self, operand: QuantizedTensor | Tensor) -> Tensor:
         """The payload to save for backward."""
-        return operand.data
+        return operand if isinstance(operand, Tensor) else operand.data
 
-    def scale_inv(self, operand: QuantizedTensor) -> Tensor:
+    def scale_inv(self, operand: QuantizedTensor | Tensor) -> Tensor | None:
         """The scale to decode the payload with."""
-        return operand.scale_inv
+        return None if isinstance(operand, Tensor) else operand.scale_inv
 
-    def wrap(self, role: str, data: Tensor, scale_inv: Tensor | None) -> QuantizedTensor:
+    def wrap(self, role: str, data: Tensor, scale_inv: Tensor | None) -> QuantizedTensor | Tensor:
         """A saved payload as operand again."""
-        assert scale_inv is not None
+        if scale_inv is None:
+            return data
         return QuantizedTensor(data, scale_inv, self.recipe.format(role))
 
     def fprop(self, x: QuantizedTensor, w: QuantizedTensor) -> Tensor:
@@ -163,6 +174,9 @@ class Fp8Operands:
         """[m, n] @ [n, k] -> [m, k], E5M2 x E4M3."""
         return dgrad(dy, w)
 
-    def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor) -> Tensor:
-        """[n, m] @ [m, k] -> [n, k], E5M2 x E4M3."""
+    def wgrad(self, dy: QuantizedTensor | Tensor, x: QuantizedTensor | Tensor) -> Tensor:
+        """[n, m] @ [m, k] -> [n, k], E5M2 x E4M3, or both operands in high precision."""
+        if isinstance(dy, Tensor) or isinstance(x, Tensor):
+            assert isinstance(dy, Tensor) and isinstance(x, Tensor)
+            return dy.t() @ x
         return wgrad(dy, x)

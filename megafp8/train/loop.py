@@ -1,0 +1,201 @@
+"""The loop over iterations: batch, step, report, evaluate, save."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megafp8.config import ModelShape, RunConfig
+from megafp8.data.loader import BatchLoader, Datasets
+from megafp8.evaluation import validation_loss
+from megafp8.log import get_logger
+from megafp8.model.batch import to_tensors
+from megafp8.model.flops import peak_tflops, training_flops_per_token
+from megafp8.parallel.mesh import Mesh
+from megafp8.parallel.traffic import summarize
+from megafp8.train.batch_size import BatchSizeSchedule
+from megafp8.train.measure import memory_peak_bytes, parameter_norm
+from megafp8.train.metrics import IterationMetrics, MetricsWriter
+from megafp8.train.schedule import LearningRateSchedule
+from megafp8.train.state import TrainState, save_state
+from megafp8.train.step import TrainingStep
+
+log = get_logger(__name__)
+
+
+@dataclass
+class Loop:
+    """Trains from `state.iteration` to `total_iterations`.
+
+    Attributes:
+        config, shape, mesh: the run.
+        datasets: splits.
+        step: does one iteration.
+        state: position and counters.
+        writer: reports iterations on rank 0.
+        batches, schedule: global batch size and learning rate by position.
+        total_iterations: where the run ends.
+        save_dir: folder of the checkpoints.
+        manifest_sha256: recorded in checkpoints.
+    """
+
+    config: RunConfig
+    shape: ModelShape
+    mesh: Mesh
+    datasets: Datasets
+    step: TrainingStep
+    state: TrainState
+    writer: MetricsWriter
+    batches: BatchSizeSchedule
+    schedule: LearningRateSchedule
+    total_iterations: int
+    save_dir: Path
+    manifest_sha256: str | None
+
+    def __post_init__(self) -> None:
+        data, training, layout = self.config.data, self.config.training, self.mesh.layout
+        self._last_saved = -1
+        self._train_loader = BatchLoader(
+            self.datasets.train,
+            self.shape.seq_length,
+            training.micro_batch_size,
+            self.mesh.dp_rank,
+            layout.dp,
+            num_workers=data.num_workers,
+        )
+        self._valid_loader = None
+        if self.datasets.valid is not None and training.eval_interval and training.eval_iters:
+            self._valid_loader = BatchLoader(
+                self.datasets.valid,
+                self.shape.seq_length,
+                training.micro_batch_size,
+                self.mesh.dp_rank,
+                layout.dp,
+            )
+        self._flops_per_token = training_flops_per_token(self.shape)
+        device = self.mesh.world.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        precision = "fp8" if self.config.precision.fp8 else self.config.precision.compute_dtype
+        self._peak_tflops = peak_tflops(name, precision)
+
+    def run(self) -> None:
+        """Train to the end, or to the exit interval or duration; the last state is saved."""
+        training = self.config.training
+        started = time.monotonic()
+        try:
+            while self.state.iteration < self.total_iterations:
+                metrics = self._iteration()
+                self.writer.write(metrics)
+                if self._due(self.config.checkpoint.save_interval):
+                    self._save()
+                if training.exit_interval and self.state.iteration % training.exit_interval == 0:
+                    log.info("stopping at iteration %d (--exit-interval)", self.state.iteration)
+                    break
+                if self._time_is_up(started):
+                    log.info(
+                        "stopping at iteration %d (--exit-duration-in-mins)", self.state.iteration
+                    )
+                    break
+            self._save()
+        finally:
+            self._train_loader.close()
+            self.writer.close()
+
+    def _due(self, interval: int | None) -> bool:
+        return bool(interval) and self.state.iteration % (interval or 1) == 0
+
+    def _time_is_up(self, started: float) -> bool:
+        limit = self.config.training.exit_duration_in_mins
+        if limit is None:
+            return False
+        # Clocks differ between ranks: all follow the slowest one.
+        late = torch.tensor(
+            [time.monotonic() - started >= limit * 60],
+            dtype=torch.int32,
+            device=self.mesh.world.device,
+        )
+        dist.all_reduce(late, op=dist.ReduceOp.MAX)
+        return bool(late)
+
+    def _save(self) -> None:
+        if self._last_saved == self.state.iteration:
+            return
+        save_state(
+            self.save_dir,
+            self.state,
+            self.step,
+            self.mesh,
+            self.config,
+            self.manifest_sha256,
+            self.shape.vocab_size,
+        )
+        self._last_saved = self.state.iteration
+
+    def _iteration(self) -> IterationMetrics:
+        state, seed = self.state, self.config.training.seed
+        began = time.perf_counter()
+        batch_size = self.batches.batch_size(state.consumed_samples)
+        learning_rate = self.schedule.learning_rate(state.consumed_samples)
+        loss_scale = self.step.loss_scaler.scale
+        batches = self._train_loader.batch(state.consumed_samples, batch_size)
+        micro_batches = to_tensors(batches, self.mesh, seed, state.iteration)
+        result = self.step.run(micro_batches, learning_rate, state.iteration + 1)
+        # The step ended with the norm on the host, so the device is done but for the update.
+        seconds = time.perf_counter() - began
+        state.iteration += 1
+        state.consumed_samples += batch_size
+        state.skipped_iterations += result.skipped
+        state.nan_iterations += result.loss != result.loss
+        comm_bytes, comm_calls = self._traffic()
+        valid_loss = self._evaluate() if self._due(self.config.training.eval_interval) else None
+        tokens = batch_size * self.shape.seq_length
+        rate = tokens / seconds
+        tflops = rate * self._flops_per_token / self.mesh.world.size / 1e12
+        logging = self.config.logging
+        return IterationMetrics(
+            iteration=state.iteration,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=learning_rate,
+            tokens=tokens,
+            consumed_samples=state.consumed_samples,
+            step_time_s=seconds,
+            tokens_per_s=rate,
+            tflops_per_device=tflops,
+            mfu=tflops / self._peak_tflops if self._peak_tflops else None,
+            mem_peak_bytes=memory_peak_bytes(self.mesh),
+            skipped=result.skipped,
+            comm_bytes=comm_bytes,
+            comm_calls=comm_calls,
+            valid_loss=valid_loss,
+            global_batch_size=batch_size,
+            loss_scale=loss_scale,
+            params_norm=parameter_norm(self.step) if logging.log_params_norm else None,
+            num_zeros_in_grad=result.zeros_in_grad,
+        )
+
+    def _traffic(self) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+        """Counters of the iteration over all ranks (this gather itself is not counted)."""
+        mine = torch.tensor(
+            self.mesh.traffic.drain(), dtype=torch.int64, device=self.mesh.world.device
+        )
+        everyone = [torch.empty_like(mine) for _ in range(self.mesh.world.size)]
+        dist.all_gather(everyone, mine)
+        return summarize(torch.stack(everyone).cpu())
+
+    def _evaluate(self) -> float | None:
+        if self._valid_loader is None:
+            return None
+        training = self.config.training
+        loss = validation_loss(
+            self.step.model,
+            self._valid_loader,
+            self.mesh,
+            training.eval_iters,
+            self.batches.global_batch_size,
+        )
+        self.mesh.traffic.drain()  # an iteration's bytes are those of training
+        log.info("iteration %d: validation loss %.4f", self.state.iteration, loss)
+        return loss

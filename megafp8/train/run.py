@@ -1,0 +1,218 @@
+"""One training run, from a checked configuration to the last checkpoint."""
+
+import random
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import yaml
+
+from megafp8.checkpoint import find_checkpoint
+from megafp8.config import LaunchEnvironment, ModelShape, RunConfig
+from megafp8.data.loader import Datasets, build_datasets
+from megafp8.data.tokenizers import build_tokenizer, resolve_vocab_size
+from megafp8.errors import CheckpointError, PrecisionError
+from megafp8.log import get_logger
+from megafp8.model import Model, build_model
+from megafp8.numerics import fp8_hardware
+from megafp8.parallel import Mesh, build_mesh, start, stop
+from megafp8.precision import build_manifest, build_plan, recipe_from_config, write_manifest
+from megafp8.train.batch_size import BatchSizeSchedule, total_iterations
+from megafp8.train.loop import Loop
+from megafp8.train.loss_scaler import build_loss_scaler
+from megafp8.train.metrics import MetricsWriter, Observer
+from megafp8.train.progress import ProgressBar
+from megafp8.train.schedule import LearningRateSchedule
+from megafp8.train.state import TrainState, load_state
+from megafp8.train.step import TrainingStep
+from megafp8.train.trackers import build_trackers
+
+log = get_logger(__name__)
+
+
+def run(config: RunConfig, launch: LaunchEnvironment) -> None:
+    """Train as configured; every rank calls it.
+
+    Args:
+        config: resolved and checked (`launch.preflight`).
+        launch: this process among all.
+
+    Raises:
+        MegaFP8Error: what the user can mend, on all ranks; data are opened before the process group
+            is joined, so that a missing file leaves no rank waiting.
+    """
+    tokenizer = build_tokenizer(config.data)
+    vocab_size = resolve_vocab_size(config.data, tokenizer)
+    datasets = build_datasets(config, tokenizer)
+    world = start(
+        launch.rank,
+        launch.world_size,
+        launch.local_rank,
+        config.parallel.distributed_backend,
+        config.parallel.distributed_timeout_minutes,
+        config.training.deterministic_mode,
+    )
+    mesh = build_mesh(config.layout(world.size), world)
+    shape = ModelShape.from_config(config, vocab_size)
+    _train(config, shape, mesh, datasets)
+    stop()
+
+
+def _train(config: RunConfig, shape: ModelShape, mesh: Mesh, datasets: Datasets) -> None:
+    _seed_default_generators(config.training.seed)
+    plan = build_plan(config, shape, mesh.layout)
+    recipe = recipe_from_config(config)
+    if recipe is not None:
+        _check_fp8_device(config, mesh)
+    source = _checkpoint_to_load(config)
+    run_dir = _run_dir(config, mesh)
+    model = build_model(config, shape, plan, recipe, mesh)
+    scaler = build_loss_scaler(config.precision)
+    step = TrainingStep(config, model, mesh, scaler)
+    state = load_state(source, step, config, scaler) if source is not None else TrainState()
+    manifest = None
+    rank0 = mesh.world.rank == 0
+    if rank0:
+        (run_dir / "config.yaml").write_text(
+            yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8"
+        )
+        content = build_manifest(config, plan, device=_device_name(mesh.world.device))
+        manifest = write_manifest(run_dir, content).sha256
+    batches = BatchSizeSchedule.from_config(config, mesh.layout.dp)
+    total = total_iterations(config, batches)
+    _announce(config, shape, mesh, model, batches, run_dir)
+    observers: list[Observer] = []
+    if rank0:
+        observers = [
+            *build_trackers(
+                config.logging,
+                run_dir,
+                resumed_iteration=state.iteration,
+                settings=config.model_dump(mode="json"),
+            ),
+            ProgressBar(total, completed=state.iteration),
+        ]
+    writer = MetricsWriter(
+        run_dir,
+        enabled=rank0,
+        total_iterations=total,
+        log_interval=config.logging.log_interval,
+        resumed_iteration=state.iteration,
+        log_throughput=config.logging.log_throughput,
+        observers=observers,
+    )
+    Loop(
+        config=config,
+        shape=shape,
+        mesh=mesh,
+        datasets=datasets,
+        step=step,
+        state=state,
+        writer=writer,
+        batches=batches,
+        schedule=LearningRateSchedule.from_config(config, batches),
+        total_iterations=total,
+        save_dir=Path(config.checkpoint.save or run_dir / "checkpoints"),
+        manifest_sha256=manifest,
+    ).run()
+    log.info("done: iteration %d, run folder %s", state.iteration, run_dir)
+
+
+def _seed_default_generators(seed: int) -> None:
+    """Nothing here draws from them; a library that does shall at least repeat itself."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _check_fp8_device(config: RunConfig, mesh: Mesh) -> None:
+    """A GPU without FP8 units emulates only if asked by name; a CPU always emulates."""
+    device = mesh.world.device
+    native, reason = fp8_hardware(device)
+    if device.type == "cuda" and not native and not config.precision.fp8_emulate:
+        raise PrecisionError(
+            f"--fp8-format {config.precision.fp8_format}: {reason}; give --fp8-emulate to compute "
+            "with FP8 values in BF16 GEMMs, or leave --fp8-format out"
+        )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _checkpoint_to_load(config: RunConfig) -> Path | None:
+    """The checkpoint that `--load` means, by the rules of `find_checkpoint`."""
+    load = config.checkpoint.load
+    if load is None:
+        return None
+    found = find_checkpoint(Path(load))
+    if found is None and config.checkpoint.exit_on_missing_checkpoint:
+        raise CheckpointError(
+            f"--load {load}: found no checkpoint there, and --exit-on-missing-checkpoint is given"
+        )
+    if found is None:
+        log.info("--load %s holds no checkpoint: training starts fresh", load)
+    return found
+
+
+def _run_dir(config: RunConfig, mesh: Mesh) -> Path:
+    """The run folder, named by rank 0 and made there."""
+    name = config.logging.run_dir
+    if name is None:
+        names = [f"runs/{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"]
+        dist.broadcast_object_list(names)
+        name = names[0]
+    folder = Path(name)
+    if mesh.world.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    return folder
+
+
+def _announce(
+    config: RunConfig,
+    shape: ModelShape,
+    mesh: Mesh,
+    model: Model,
+    batches: BatchSizeSchedule,
+    run_dir: Path,
+) -> None:
+    """What was built, in four lines."""
+    layout = mesh.layout
+    parameters = sum(spec.numel for spec in shape.parameters())
+    log.info(
+        "model: %d layers built over %d stages, %d parameters, vocabulary %d (padded to %d)",
+        layout.layers_per_stage * layout.num_stages,
+        layout.num_stages,
+        parameters,
+        shape.vocab_size,
+        shape.padded_vocab_size,
+    )
+    log.info(
+        "layout: world %d = pp %d x replicate %d x fsdp %d x tp %d, schedule %s, sequence "
+        "parallel %s",
+        layout.world_size,
+        layout.pp,
+        layout.replicate,
+        layout.fsdp,
+        layout.tp,
+        layout.schedule,
+        "on" if layout.sequence_parallel else "off",
+    )
+    tokens = batches.global_batch_size * shape.seq_length
+    log.info(
+        "batch: %d samples x %d tokens = %d tokens per iteration",
+        batches.global_batch_size,
+        shape.seq_length,
+        tokens,
+    )
+    fp8 = len(model.registry) // 3 if model.registry is not None else 0
+    log.info(
+        "precision: %s, %d FP8 linears on this rank; device %s; run folder %s",
+        config.precision.compute_dtype,
+        fp8,
+        _device_name(mesh.world.device),
+        run_dir,
+    )

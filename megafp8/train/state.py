@@ -1,0 +1,184 @@
+"""What a checkpoint holds, and how a run is put back to it at any layout."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megafp8.checkpoint import CheckpointRecord, load_tensors, read_record, save_checkpoint
+from megafp8.config import RunConfig
+from megafp8.config.shape import EMBEDDING, OUTPUT
+from megafp8.errors import CheckpointError
+from megafp8.log import get_logger
+from megafp8.parallel.mesh import Mesh
+from megafp8.train.loss_scaler import LossScaler
+from megafp8.train.optimizer import optimizer_tensors
+from megafp8.train.step import TrainingStep
+
+log = get_logger(__name__)
+
+
+@dataclass
+class TrainState:
+    """Everything that changes while training and is not a tensor.
+
+    Attributes:
+        iteration: completed iterations.
+        consumed_samples: the data position.
+        skipped_iterations: iterations whose optimizer step was left out.
+        nan_iterations: iterations with a non-finite loss.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+
+
+def _placed_like(parameter: Any, local: Tensor) -> DTensor:
+    """A local optimizer tensor as a shard of a global one, placed as its parameter is."""
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def state_tensors(step: TrainingStep, optimizer: bool, loading: bool) -> dict[str, Tensor]:
+    """Live tensors under their canonical checkpoint names.
+
+    Args:
+        step: owns model and optimizer.
+        optimizer: include optimizer state.
+        loading: the output layer's copy of a tied embedding has no name of its own. When saving it
+            is left out; when loading it reads the embedding's entry where this rank lacks that.
+    """
+    model, tensors = step.model, {}
+    moments = optimizer_tensors(step.optimizer) if optimizer else {}
+    for entry in step.gradients.entries:
+        name = entry.name
+        if model.tied and name == OUTPUT:
+            if not loading or EMBEDDING in model.parameters:
+                continue
+            name = EMBEDDING
+        tensors[name] = entry.parameter.data
+        prefix = f"optimizer.{entry.name}."
+        for key, value in moments.items():
+            if key.startswith(prefix):
+                saved = f"optimizer.{name}.{key.removeprefix(prefix)}"
+                tensors[saved] = _placed_like(entry.parameter, value) if value.dim() else value
+    return tensors
+
+
+def save_state(
+    root: Path,
+    state: TrainState,
+    step: TrainingStep,
+    mesh: Mesh,
+    config: RunConfig,
+    manifest_sha256: str | None,
+    vocab_size: int,
+) -> Path:
+    """Write a checkpoint of the run; a collective call."""
+    tensors = state_tensors(step, not config.checkpoint.no_save_optim, loading=False)
+    if step.model.registry is not None:
+        tensors |= step.model.registry.tensors()
+    layout = mesh.layout
+    record = CheckpointRecord(
+        iteration=state.iteration,
+        config=config.model_dump(mode="json"),
+        layout={
+            "world_size": layout.world_size,
+            "tp": layout.tp,
+            "pp": layout.pp,
+            "vp": layout.vp,
+            "fsdp": layout.fsdp,
+            "replicate": layout.replicate,
+            "pipeline_schedule": layout.schedule,
+        },
+        data_position={"consumed_samples": state.consumed_samples},
+        manifest_sha256=manifest_sha256,
+        state={
+            "skipped_iterations": state.skipped_iterations,
+            "nan_iterations": state.nan_iterations,
+            "loss_scaler": step.loss_scaler.state_dict(),
+            "vocab_size": vocab_size,
+        },
+    )
+    path = save_checkpoint(
+        root, state.iteration, tensors, record, keep_last=config.checkpoint.keep_last
+    )
+    log.info("saved %s", path)
+    return path
+
+
+def load_state(path: Path, step: TrainingStep, config: RunConfig, scaler: LossScaler) -> TrainState:
+    """Put weights, optimizer, scales and position back; a collective call at any layout.
+
+    Raises:
+        CheckpointError: on every rank, with names: a weight is missing or unknown, shapes differ,
+            a file is damaged.
+    """
+    checkpoint = config.checkpoint
+    with_optimizer = not (checkpoint.no_load_optim or checkpoint.finetune)
+    record = read_record(path)
+    tensors = state_tensors(step, with_optimizer, loading=True)
+    registry = step.model.registry
+    scales: dict[str, Tensor] = {}
+    if registry is not None:
+        for key, value in registry.tensors().items():
+            found = record.tensors.get(key)
+            shape = found.shape if found is not None else tuple(value.shape)
+            scales[key] = torch.zeros(shape, dtype=torch.float32)
+    missing = load_tensors(path, tensors | scales, _optional(with_optimizer))
+    _copy_tied(step, with_optimizer)
+    if registry is not None:
+        lacking = set(missing)
+        fresh = registry.load({k: v for k, v in scales.items() if k not in lacking})
+        if fresh:
+            log.warning(
+                "%s holds no scale state for %d of %d FP8 tensors; they start with scale 1 and an "
+                "empty history",
+                path,
+                fresh,
+                len(registry),
+            )
+    if checkpoint.finetune:
+        log.info("loaded the weights of %s; training starts at iteration 0 (--finetune)", path)
+        return TrainState()
+    scaler.load_state_dict(record.state.get("loss_scaler", {}))
+    try:
+        consumed = int(record.data_position["consumed_samples"])
+    except KeyError:
+        raise CheckpointError(f"{path}: megafp8.json holds no data position") from None
+    log.info("loaded %s: iteration %d, %d samples consumed", path, record.iteration, consumed)
+    return TrainState(
+        iteration=record.iteration,
+        consumed_samples=consumed,
+        skipped_iterations=int(record.state.get("skipped_iterations", 0)),
+        nan_iterations=int(record.state.get("nan_iterations", 0)),
+    )
+
+
+def _optional(with_optimizer: bool) -> Callable[[str], bool]:
+    """Scale state may be absent or unwanted; optimizer state is unwanted if it is not loaded."""
+    prefixes = ("fp8.",) if with_optimizer else ("fp8.", "optimizer.")
+    return lambda name: name.startswith(prefixes)
+
+
+@torch.no_grad()
+def _copy_tied(step: TrainingStep, with_optimizer: bool) -> None:
+    """Where one rank holds both ends of a tied embedding, the second follows the first."""
+    model = step.model
+    model.copy_tied_embedding()
+    if with_optimizer and model.tied and {EMBEDDING, OUTPUT} <= model.parameters.keys():
+        source = optimizer_tensors(step.optimizer, [EMBEDDING])
+        for key, target in optimizer_tensors(step.optimizer, [OUTPUT]).items():
+            target.copy_(source[key.replace(OUTPUT, EMBEDDING)])

@@ -1,0 +1,246 @@
+"""Contradictions between fields, and features that do not exist yet."""
+
+import pytest
+
+from megafp8.config import RunConfig, load_config
+from megafp8.config.checks import check_trainable
+from megafp8.errors import ConfigurationError
+
+VALUES = {
+    "num-layers": "4",
+    "hidden-size": "32",
+    "num-attention-heads": "4",
+    "ffn-hidden-size": "64",
+    "seq-length": "16",
+    "position-embedding-type": "rope",
+    "micro-batch-size": "2",
+    "global-batch-size": "8",
+    "train-iters": "10",
+    "lr": "1e-3",
+}
+
+
+def load(text: str) -> RunConfig:
+    """Load the base values with some replaced; `!name` drops one."""
+    words, values = text.split(), dict(VALUES)
+    for word in words:
+        values.pop(word.lstrip("-!"), None)
+    argv = [token for name, value in values.items() for token in (f"--{name}", value)]
+    return load_config(argv + [word for word in words if not word.startswith("!")])
+
+
+def error(text: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        load(text)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("--transformer-impl transformer_engine", "not built yet in this version: allowed: auto, native"),
+        ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "--fp8-recipe tensorwise is not"),
+        ("--fp8-recipe rowwise", "not built yet"),
+        ("--fp8-recipe rowwise_with_gw_hp", "not built yet"),
+        ("--fp8-recipe blockwise", "not built yet"),
+        ("--fp8-recipe mxfp8", "not built yet"),
+        ("--bf16 --fp8-format e4m3", "--fp8-format e4m3 is not built yet"),
+        ("--fp8-param-gather", "--fp8-param-gather is not built yet"),
+        ("--fp8-grad-reduce", "--fp8-grad-reduce is not built yet"),
+        ("--fp8-tp-comm all", "--fp8-tp-comm all is not built yet"),
+        ("--fp8-amax-window micro-batch", "--fp8-amax-window micro-batch is not built yet"),
+        ("--context-parallel-size 2", "--context-parallel-size > 1 is not built yet"),
+        ("--expert-model-parallel-size 2", "not built yet"),
+        ("--async-save", "--async-save is not built yet"),
+        ("--use-checkpoint-args", "--use-checkpoint-args is not built yet"),
+        ("--reset-position-ids", "--reset-position-ids is not built yet"),
+        ("--reset-attention-mask", "--reset-attention-mask is not built yet"),
+        ("--exit-signal-handler", "--exit-signal-handler is not built yet"),
+        ("--profile", "--profile is not built yet"),
+        ("--fp8-stats-interval 10", "--fp8-stats-interval is not built yet"),
+        ("--data-path 0.3 a 0.7 b", "blend of data sets is not built yet"),
+        ("--bf16 --fp8-format hybrid --tensor-model-parallel-size 2 --no-fp8-reduce-amax", "2 * 1"),
+    ],
+)
+def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: str) -> None:
+    assert fragment in error(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("--num-attention-heads 5", "hidden_size 32 is not divisible by num_attention_heads 5"),
+        ("--num-query-groups 2", "--num-query-groups 2 needs --group-query-attention"),
+        ("--group-query-attention --num-query-groups 3", "4 is not divisible by num_query_groups"),
+        ("--swiglu --activation gelu-tanh", "--activation gelu-tanh contradicts --swiglu"),
+        ("--position-embedding-type learned_absolute", "needs --max-position-embeddings"),
+        ("--max-position-embeddings 8", "max_position_embeddings 8 < seq_length 16"),
+        ("--rotary-percent 0.4", "gives 3 rotary channels"),
+        ("--position-embedding-type none --use-rope-scaling", "--use-rope-scaling needs"),
+        ("--window-size 4,1", "--window-size 4,1"),
+        ("--window-size -1,0", "--window-size -1,0"),
+        ("--hidden-size 4 --num-attention-heads 1 --swiglu !ffn-hidden-size", "no MLP width"),
+        ("--tensor-model-parallel-size 3", "num_attention_heads 4 is not divisible by tensor_mo"),
+        (
+            "--group-query-attention --tensor-model-parallel-size 2",
+            "num_query_groups 1 is not divisible by tensor_model_parallel_size 2",
+        ),
+        ("--ffn-hidden-size 66 --tensor-model-parallel-size 4", "ffn_hidden_size 66 is not"),
+        (
+            "--vocab-size 10 --make-vocab-size-divisible-by 9 --tensor-model-parallel-size 4",
+            "18 is not divisible by tensor_model_parallel_size 4",
+        ),
+        (
+            "--seq-length 17 --tensor-model-parallel-size 2 --sequence-parallel",
+            "seq_length 17 is not divisible by tensor_model_parallel_size 2",
+        ),
+        ("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size > 1"),
+        ("--pipeline-model-parallel-size 3", "num_layers 4 is not divisible by pipeline_model_p"),
+        ("--pipeline-schedule interleaved", "needs --num-layers-per-virtual-pipeline-stage"),
+        (
+            "--pipeline-schedule zbv --num-layers-per-virtual-pipeline-stage 1",
+            "contradicts --pipeline-schedule zbv",
+        ),
+        ("--pipeline-schedule zbv", "zbv schedule needs --pipeline-model-parallel-size > 1"),
+        ("--num-layers-per-virtual-pipeline-stage 1", "needs --pipeline-model-parallel-size > 1"),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+            "= 1 chunk per rank",
+        ),
+        (
+            "--pipeline-schedule zbv --pipeline-model-parallel-size 4",
+            "num_layers 4 is not divisible by pipeline_model_parallel_size 4 * 2 chunks of zbv = 8",
+        ),
+        (
+            "--pipeline-schedule zbv --pipeline-model-parallel-size 2 "
+            "--recompute-granularity full",
+            "--recompute-granularity does not work with --pipeline-schedule zbv",
+        ),
+        ("--use-distributed-optimizer --reshard-after-forward", "give one of the two"),
+        ("--bf16 --fp16", "--bf16 contradicts --fp16"),
+        ("--fp16 --fp8-format hybrid", "FP8 needs --bf16"),
+        ("--fp8-format hybrid", "--fp8-format hybrid needs --bf16"),
+        ("--loss-scale 2 --bf16", "--loss-scale 2 needs --fp16"),
+        ("--fp16 --initial-loss-scale 1 --min-loss-scale 2", "below min_loss_scale"),
+        ("--first-last-layers-bf16 --num-layers-at-end-in-bf16 4", "> num_layers 4"),
+        ("--train-samples 80", "--train-iters 10 contradicts --train-samples 80"),
+        ("!train-iters", "exactly one of --train-iters and --train-samples, found neither"),
+        ("--recompute-num-layers 1", "needs --recompute-granularity full, found none"),
+        ("--micro-batch-size 0", "--micro-batch-size: found 0, allowed >= 1"),
+        ("--micro-batch-size 4 --global-batch-size 10", "10 is not divisible by micro batch 4"),
+        ("--rampup-batch-size 4 2 10 !global-batch-size", "needs --global-batch-size"),
+        ("--rampup-batch-size 4 3 10", "does not end at --global-batch-size 8: 8 - 4 must be"),
+        ("--rampup-batch-size 16 2 10", "does not end at --global-batch-size 8"),
+        ("--rampup-batch-size 4 1 10", "batch size 5 is not divisible by micro batch 2"),
+        ("--min-lr 1", "min_lr 1 is above lr 0.001"),
+        ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "contradicts --lr-warmup-fraction"),
+        ("--lr-warmup-fraction 1", "lr_warmup_fraction 1"),
+        ("--lr-warmup-iters 10", "lr_warmup_iters 10 must be below train_iters 10"),
+        ("--lr-decay-iters 5 --lr-warmup-iters 5", "must be below lr_decay_iters 5"),
+        ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
+        ("--lr-wsd-decay-iters 3", "needs --lr-decay-style WSD, found linear"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 11", "lr_wsd_decay_iters 11 is above"),
+        ("--data-path a --train-data-path b", "data_path contradicts train_data_path"),
+        ("--mock-data --data-path a", "--mock-data contradicts data_path"),
+        ("--valid-data-path a", "needs --train-data-path"),
+        ("--train-data-path a --split 1,1", "contradicts train_data_path"),
+        ("--tokenizer-type NullTokenizer", "NullTokenizer needs --vocab-size"),
+        ("--finetune", "--finetune needs --load"),
+        ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint needs --load"),
+        ("--wandb-exp-name a", "--wandb-exp-name needs --wandb-project"),
+    ],
+)
+def test_contradictions(text: str, fragment: str) -> None:
+    assert fragment in error(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--transformer-impl local",
+        "--transformer-impl native",
+        "--bf16 --fp8-format hybrid --fp8-recipe auto",
+        "--bf16 --fp8-format none",
+        "--fp16 --loss-scale 128",
+        "--optimizer sgd",
+        "--eod-mask-loss --keep-last 2 --window-size 0,0",
+        "--bf16 --fp8-format hybrid --no-fp8-reduce-amax",
+        "--first-last-layers-bf16 --num-layers-at-start-in-bf16 0",
+        "--recompute-granularity selective",
+        "--recompute-granularity full --recompute-num-layers 1",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 3",
+        "--train-samples 80 !train-iters",
+        "--rampup-batch-size 4 2 10",
+        "!global-batch-size",
+    ],
+)
+def test_allowed(text: str) -> None:
+    load(text)
+
+
+def test_derived_model_values() -> None:
+    model = load("").model
+    assert (model.head_dim, model.query_groups, model.positions) == (8, 4, 16)
+    assert model.qkv_bias and model.attention_output_bias and model.mlp_bias
+    assert model.tied_embeddings
+    assert load("--hidden-size 4096 --swiglu !ffn-hidden-size").model.ffn_size == 10880
+    assert load("!ffn-hidden-size").model.ffn_size == 128
+    assert load("--kv-channels 10 --group-query-attention").model.query_groups == 1
+    separate = load("--disable-bias-linear --add-qkv-bias").model
+    assert separate.qkv_bias and not separate.mlp_bias and not separate.attention_output_bias
+    assert not load("--add-mlp-bias false").model.mlp_bias
+    assert load("").model.padded_vocab_size(129) == 256
+
+
+def test_derived_precision_values() -> None:
+    assert load("").precision.compute_dtype == "fp32"
+    assert load("--fp16").precision.compute_dtype == "fp16"
+    fp8 = load("--bf16 --fp8-format hybrid --fp8-recipe auto").precision
+    assert fp8.fp8 and fp8.compute_dtype == "bf16" and fp8.recipe_name == "delayed"
+    assert fp8.fp8_recipe == "auto", "validation rewrites nothing"
+    assert not load("--bf16 --fp8-format none").precision.fp8
+
+
+def test_what_training_needs_and_a_dry_run_does_not() -> None:
+    for text, fragment in [
+        ("", "no data"),
+        ("--mock-data", "--tokenizer-type is missing"),
+        ("--data-path a --vocab-size 10", "--tokenizer-type is missing"),
+        (
+            "--data-path a --tokenizer-type SentencePieceTokenizer",
+            "needs --tokenizer-model PATH",
+        ),
+    ]:
+        with pytest.raises(ConfigurationError, match=fragment):
+            check_trainable(load(text))
+    check_trainable(load("--mock-data --vocab-size 10"))
+    check_trainable(load("--mock-data --tokenizer-type NullTokenizer --vocab-size 10"))
+    check_trainable(load("--data-path a --tokenizer-type ByteTokenizer"))
+
+
+def test_typed_values_from_python_are_checked_strictly() -> None:
+    values = {
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "seq_length": 16,
+            "position_embedding_type": "rope",
+        },
+        "optimizer": {"lr": 1},
+        "training": {"micro_batch_size": 1, "train_iters": 1},
+    }
+    assert RunConfig.from_dict(values).optimizer.lr == 1.0
+    for section, field, value, fragment in [
+        ("model", "num_layers", True, "model.num_layers: found True, allowed an integer"),
+        ("model", "num_layers", "4", "allowed an integer"),
+        ("model", "colour", 1, "model.colour: unknown name"),
+        ("optimizer", "lr", float("nan"), "optimizer.lr: found nan, allowed"),
+        ("optimizer", "optimizer", "lion", "allowed adam, sgd"),
+    ]:
+        bad = {name: dict(fields) for name, fields in values.items()}
+        bad[section][field] = value
+        with pytest.raises(ConfigurationError) as caught:
+            RunConfig.from_dict(bad)
+        assert fragment in str(caught.value)

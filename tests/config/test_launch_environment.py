@@ -1,0 +1,74 @@
+"""What the launcher's variables mean, and which are refused."""
+
+import pytest
+
+from megafp8.config.environment import (
+    LaunchEnvironment,
+    OwnRankError,
+    guess_ranks,
+    read_world_size,
+)
+from megafp8.errors import LaunchError
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+
+
+def test_alone_and_under_torchrun() -> None:
+    assert LaunchEnvironment.from_mapping({}) == LaunchEnvironment(0, 1, 0, False, ())
+    assert LaunchEnvironment.from_mapping(TORCHRUN) == LaunchEnvironment(1, 2, 1, True, ())
+    without_local = {"RANK": "1", "WORLD_SIZE": "2"}
+    assert LaunchEnvironment.from_mapping(without_local).local_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE: found 'abc'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE: found ''"),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE: found 0"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE: found '-2'"),
+        ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE: found '2.0'"),
+        ({"RANK": "x"}, "RANK: found 'x'"),
+        ({"RANK": "2"}, "RANK: found 2, allowed 0 to 1"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK: found '-1'"),
+        ({"RANK": None}, "RANK is missing"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE is missing"),
+        ({"RANK": None, "WORLD_SIZE": None}, "RANK is missing"),
+    ],
+)
+def test_broken_environments(changes: dict[str, str | None], fragment: str) -> None:
+    merged = {**TORCHRUN, **changes}
+    environment = {name: value for name, value in merged.items() if value is not None}
+    with pytest.raises(LaunchError) as caught:
+        LaunchEnvironment.from_mapping(environment)
+    assert fragment in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_a_rank_that_is_wrong_itself_is_marked() -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        with pytest.raises(OwnRankError):
+            LaunchEnvironment.from_mapping({**TORCHRUN, name: "x"})
+
+
+def test_torchrun_wins_over_slurm_and_says_so() -> None:
+    launch = LaunchEnvironment.from_mapping({**TORCHRUN, "SLURM_NTASKS": "8"})
+    assert launch.world_size == 2
+    assert launch.notes == (
+        "WORLD_SIZE=2 from the launcher is used; SLURM_NTASKS=8 is ignored",
+    )
+    assert LaunchEnvironment.from_mapping({**TORCHRUN, "SLURM_NTASKS": "2"}).notes == ()
+    alone = LaunchEnvironment.from_mapping({"SLURM_NTASKS": "8"})
+    assert alone.world_size == 1 and "SLURM_NTASKS=8" in alone.notes[0]
+
+
+def test_srun_without_torchrun_is_refused() -> None:
+    with pytest.raises(LaunchError, match="srun started 8 tasks"):
+        LaunchEnvironment.from_mapping({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"})
+
+
+def test_who_speaks_before_all_is_validated() -> None:
+    assert guess_ranks({}) == (0, 0)
+    assert guess_ranks({"RANK": "3"}) == (3, 3)
+    assert guess_ranks({"RANK": "3", "LOCAL_RANK": "0"}) == (3, 0)
+    assert guess_ranks({"RANK": "x"}) == (0, 0)
+    assert read_world_size({}) is None and read_world_size({"WORLD_SIZE": "4"}) == 4
