@@ -122,12 +122,6 @@ def build_layout(
         )
     dp = world_size // unit
     fsdp = _fsdp_size(parallel, dp)
-    if model.swiglu and model.hidden_size % fsdp:
-        raise ConfigurationError(
-            f"hidden_size {model.hidden_size} is not divisible by fsdp_size {fsdp}: with --swiglu "
-            "linear_fc1 is sharded along the hidden size; set --fsdp-size to a divisor of both "
-            f"{model.hidden_size} and data parallel {dp}"
-        )
     vp = chunks_per_rank(model, parallel)
     reshard = parallel.reshard_after_forward
     if reshard is None:
@@ -148,6 +142,12 @@ def build_layout(
         schedule=parallel.schedule,
     )
     _check_batches(training, layout)
+    if model.swiglu and model.hidden_size % fsdp:
+        raise ConfigurationError(
+            f"hidden_size {model.hidden_size} is not divisible by fsdp_size {fsdp}: with --swiglu "
+            "linear_fc1 is sharded along the hidden size; set --fsdp-size to a divisor of both "
+            f"{model.hidden_size} and data parallel {dp}"
+        )
     return layout
 
 

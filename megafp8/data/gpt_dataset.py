@@ -172,7 +172,7 @@ class MockGPTDataset:
     vocabulary shard sees some. With probability 3/4 the next state follows the present one (modulo
     S); else it is drawn anew, half of the draws going to state 0, a quarter to state 1, and so on.
     Cross-entropy therefore falls from ln V to the unigram entropy (about 2.4 nats) and on to the
-    chain's own, about 0.9 nats.
+    chain's own, about 0.85 nats.
 
     Args:
         seq_length: Tokens of a sample.

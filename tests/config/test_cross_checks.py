@@ -39,7 +39,10 @@ def error(text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "fragment"),
     [
-        ("--transformer-impl transformer_engine", "not built yet in this version: allowed: auto, native"),
+        (
+            "--transformer-impl transformer_engine",
+            "not built yet in this version: allowed: auto, native",
+        ),
         ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "--fp8-recipe tensorwise is not"),
         ("--fp8-recipe rowwise", "not built yet"),
         ("--fp8-recipe rowwise_with_gw_hp", "not built yet"),
@@ -113,8 +116,7 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
             "num_layers 4 is not divisible by pipeline_model_parallel_size 4 * 2 chunks of zbv = 8",
         ),
         (
-            "--pipeline-schedule zbv --pipeline-model-parallel-size 2 "
-            "--recompute-granularity full",
+            "--pipeline-schedule zbv --pipeline-model-parallel-size 2 --recompute-granularity full",
             "--recompute-granularity does not work with --pipeline-schedule zbv",
         ),
         ("--use-distributed-optimizer --reshard-after-forward", "give one of the two"),

@@ -29,7 +29,7 @@ def test_alone_and_under_torchrun() -> None:
         ({"WORLD_SIZE": "-2"}, "WORLD_SIZE: found '-2'"),
         ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE: found '2.0'"),
         ({"RANK": "x"}, "RANK: found 'x'"),
-        ({"RANK": "2"}, "RANK: found 2, allowed 0 to 1"),
+        ({"RANK": "2"}, "RANK: found 2, allowed 0 to WORLD_SIZE - 1 = 1"),
         ({"LOCAL_RANK": "-1"}, "LOCAL_RANK: found '-1'"),
         ({"RANK": None}, "RANK is missing"),
         ({"WORLD_SIZE": None}, "WORLD_SIZE is missing"),
@@ -53,9 +53,7 @@ def test_a_rank_that_is_wrong_itself_is_marked() -> None:
 def test_torchrun_wins_over_slurm_and_says_so() -> None:
     launch = LaunchEnvironment.from_mapping({**TORCHRUN, "SLURM_NTASKS": "8"})
     assert launch.world_size == 2
-    assert launch.notes == (
-        "WORLD_SIZE=2 from the launcher is used; SLURM_NTASKS=8 is ignored",
-    )
+    assert launch.notes == ("WORLD_SIZE=2 from the launcher is used; SLURM_NTASKS=8 is ignored",)
     assert LaunchEnvironment.from_mapping({**TORCHRUN, "SLURM_NTASKS": "2"}).notes == ()
     alone = LaunchEnvironment.from_mapping({"SLURM_NTASKS": "8"})
     assert alone.world_size == 1 and "SLURM_NTASKS=8" in alone.notes[0]

@@ -133,7 +133,9 @@ def test_negative_keys_and_flags_override_each_other(tmp_path: Path) -> None:
     text = TINY.replace("train_iters: 10", "train_iters: 10, deterministic_mode: true")
     assert load(tmp_path, text).training.deterministic_mode
     assert not load(tmp_path, text, "--no-deterministic-mode").training.deterministic_mode
-    off = TINY.replace("train_iters: 10", "train_iters: 10, no_check_for_nan_in_loss_and_grad: true")
+    off = TINY.replace(
+        "train_iters: 10", "train_iters: 10, no_check_for_nan_in_loss_and_grad: true"
+    )
     assert not load(tmp_path, off).training.check_for_nan_in_loss_and_grad
     assert load(
         tmp_path, off, "--check-for-nan-in-loss-and-grad"

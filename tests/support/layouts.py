@@ -1,0 +1,224 @@
+"""Training runs at any layout, inside a process group that is there already.
+
+    def losses(flags, iterations):          # at module level of a test file, run by `Ranks`
+        return start_training(flags).iterate(iterations).losses
+
+A `Training` is what `pretrain_gpt.py` builds, without run folder, reports and evaluation: the same
+configuration, plan, model, data, learning rates and step, and one global view of all its tensors.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megafp8.config.cli import load_config
+from megafp8.config.run import RunConfig
+from megafp8.config.shape import ModelShape
+from megafp8.data.loader import BatchLoader, build_datasets
+from megafp8.launch.dry_run import preflight
+from megafp8.model import Model, build_model
+from megafp8.model.batch import to_tensors
+from megafp8.parallel import Mesh, World, build_mesh
+from megafp8.parallel.traffic import summarize
+from megafp8.precision import PrecisionPlan, recipe_from_config
+from megafp8.train.batch_size import BatchSizeSchedule
+from megafp8.train.loss_scaler import build_loss_scaler
+from megafp8.train.schedule import LearningRateSchedule
+from megafp8.train.state import TrainState, load_state, save_state, state_tensors
+from megafp8.train.step import StepResult, TrainingStep
+
+ROOT = Path(__file__).resolve().parents[2]
+PARITY = ("--config", str(ROOT / "scripts/configs/parity.yaml"))
+PRECISIONS: dict[str, tuple[str, ...]] = {
+    "fp32": ("--bf16", "false", "--fp8-format", "none"),
+    "bf16": ("--fp8-format", "none"),
+    "fp8": (),
+}
+
+
+def degrees(tp: int = 1, pp: int = 1, *more: str) -> tuple[str, ...]:
+    """Return the flags of a layout; what remains of the world is data parallel."""
+    return (
+        "--tensor-model-parallel-size",
+        str(tp),
+        "--pipeline-model-parallel-size",
+        str(pp),
+        *more,
+    )
+
+
+@dataclass
+class Curve:
+    """What iterations reported, one entry each.
+
+    Attributes:
+        losses, grad_norms, skipped: of `StepResult`.
+        comm_bytes, comm_calls: as in `metrics.jsonl`; over all ranks.
+        my_calls: this rank's own calls by kind.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    comm_bytes: list[dict[str, dict[str, int]]] = field(default_factory=list)
+    comm_calls: list[dict[str, int]] = field(default_factory=list)
+    my_calls: list[dict[str, int]] = field(default_factory=list)
+
+
+@dataclass
+class Training:
+    """A run on this rank, between two iterations."""
+
+    config: RunConfig
+    shape: ModelShape
+    plan: PrecisionPlan
+    mesh: Mesh
+    model: Model
+    step: TrainingStep
+    loader: BatchLoader
+    batches: BatchSizeSchedule
+    schedule: LearningRateSchedule
+    state: TrainState
+
+    def micro_batches(self) -> list[dict[str, Tensor]]:
+        """Return this rank's part of the next global batch."""
+        size = self.batches.batch_size(self.state.consumed_samples)
+        batch = self.loader.batch(self.state.consumed_samples, size)
+        return to_tensors(batch, self.mesh, self.config.training.seed, self.state.iteration)
+
+    def one_step(self, micro_batches: list[dict[str, Tensor]] | None = None) -> StepResult:
+        """Run one iteration, on other micro-batches than the data's if they are given."""
+        rate = self.schedule.learning_rate(self.state.consumed_samples)
+        size = self.batches.batch_size(self.state.consumed_samples)
+        given = self.micro_batches() if micro_batches is None else micro_batches
+        result = self.step.run(given, rate, self.state.iteration + 1)
+        self.state.iteration += 1
+        self.state.consumed_samples += size
+        self.state.skipped_iterations += result.skipped
+        return result
+
+    def iterate(
+        self, iterations: int, after: Callable[["Training"], None] | None = None
+    ) -> Curve:
+        """Run iterations; `after` is called after each of them."""
+        curve = Curve()
+        for _ in range(iterations):
+            result = self.one_step()
+            mine = torch.tensor(self.mesh.traffic.drain(), dtype=torch.int64)
+            everyone = [torch.empty_like(mine) for _ in range(self.mesh.world.size)]
+            dist.all_gather(everyone, mine)
+            comm_bytes, comm_calls = summarize(torch.stack(everyone))
+            curve.losses.append(result.loss)
+            curve.grad_norms.append(result.grad_norm)
+            curve.skipped.append(result.skipped)
+            curve.comm_bytes.append(comm_bytes)
+            curve.comm_calls.append(comm_calls)
+            curve.my_calls.append(summarize(mine[None])[1])
+            if after is not None:
+                after(self)
+        return curve
+
+    def save(self, root: str | Path) -> str:
+        """Write a checkpoint below `root` and return its directory."""
+        return str(
+            save_state(
+                Path(root),
+                self.state,
+                self.step,
+                self.mesh,
+                self.config,
+                None,
+                self.shape.vocab_size,
+            )
+        )
+
+    def load(self, directory: str | Path) -> None:
+        """Put this run where a checkpoint was."""
+        self.state = load_state(Path(directory), self.step, self.config, self.step.loss_scaler)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Return this rank's stages' parameters whole; collective over the stage's ranks."""
+        return {name: _whole(p.data) for name, p in self.model.parameters.items()}
+
+    def digests(self) -> dict[str, str]:
+        """Return {name: digest of the bytes} of all tensors of a checkpoint that this rank holds.
+
+        Weights and moments are gathered first, so equal values have equal digests at any layout;
+        collective over the stage's ranks. An output layer's copy of a tied embedding is included.
+        """
+        tensors = dict(state_tensors(self.step, optimizer=True, loading=False))
+        if self.model.registry is not None:
+            tensors |= self.model.registry.tensors()
+            tensors["registry.scale_inv"] = self.model.registry.scale_inv.clone()
+        tensors |= {f"live.{name}": p.data for name, p in self.model.parameters.items()}
+        return {name: digest(_whole(tensor)) for name, tensor in sorted(tensors.items())}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a short digest of shape, dtype and bytes."""
+    content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    text = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
+    return hashlib.sha256(text + content).hexdigest()[:16]
+
+
+def start_training(flags: Sequence[str], load: str | Path | None = None) -> Training:
+    """Build a run at the layout that the flags give for this world; a collective call.
+
+    Args:
+        flags: command line of `pretrain_gpt.py`.
+        load: directory of a checkpoint to start from.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    config, shape, plan = preflight(load_config(list(flags)), size)
+    mesh = build_mesh(config.layout(size), World(rank, size, rank, torch.device("cpu"), "gloo"))
+    model = build_model(config, shape, plan, recipe_from_config(config), mesh)
+    step = TrainingStep(config, model, mesh, build_loss_scaler(config.precision))
+    batches = BatchSizeSchedule.from_config(config, mesh.layout.dp)
+    training = Training(
+        config=config,
+        shape=shape,
+        plan=plan,
+        mesh=mesh,
+        model=model,
+        step=step,
+        loader=BatchLoader(
+            build_datasets(config).train,
+            shape.seq_length,
+            config.training.micro_batch_size,
+            mesh.dp_rank,
+            mesh.layout.dp,
+        ),
+        batches=batches,
+        schedule=LearningRateSchedule.from_config(config, batches),
+        state=TrainState(),
+    )
+    if load is not None:
+        training.load(load)
+    mesh.traffic.drain()
+    return training
+
+
+def train_curve(flags: Sequence[str], iterations: int) -> Curve:
+    """Train from the start and return the curve; a function for `Ranks.run`."""
+    return start_training(flags).iterate(iterations)
+
+
+def merge_stages(per_rank: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join what the ranks hold by name; every rank that holds a name must say the same."""
+    merged: dict[str, Any] = {}
+    for rank, values in enumerate(per_rank):
+        for name, value in values.items():
+            assert merged.setdefault(name, value) == value, f"{name} differs on rank {rank}"
+    return merged
