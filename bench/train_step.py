@@ -185,8 +185,10 @@ def main() -> None:
     median = {name: statistics.median(values) for name, values in times.items()}
     print(f"threads {torch.get_num_threads()}, torch {torch.__version__}, rounds {rounds}")
     for name, seconds in median.items():
-        print(f"{name:8} {seconds * 1e3:8.1f} ms  {tokens / seconds:9.0f} tokens/s  "
-              f"loss {losses[name]:.4f}")
+        print(
+            f"{name:8} {seconds * 1e3:8.1f} ms  {tokens / seconds:9.0f} tokens/s  "
+            f"loss {losses[name]:.4f}"
+        )
     ratios = [("bf16", "plain"), ("fp8", "bf16"), ("torchao", "plain")]
     for ours, baseline in ratios:
         if ours in median:

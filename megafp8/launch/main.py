@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 
@@ -27,6 +28,7 @@ from megafp8.log import configure, get_logger
 
 PROGRAM = "pretrain_gpt.py"
 INTERRUPTED = 130
+GRACE_SECONDS = 5.0
 
 # Switches of ours that are accepted for Megatron's sake and always hold.
 ALWAYS_ON = {
@@ -49,7 +51,13 @@ def main(argv: list[str], environment: Mapping[str, str] | None = None) -> int:
         return _dispatch(argv, environment)
     except MegaFP8Error as error:
         if _speaks(error, rank, local_rank):
-            print(f"{PROGRAM}: error: {_one_line(error)}", file=sys.stderr, flush=True)
+            _complain(_one_line(error))
+        elif "TORCHELASTIC_RUN_ID" in environment:
+            # torchrun ends all ranks as soon as one has left: a silent rank that leaves first
+            # would take rank 0 with it before it has spoken. And if rank 0 is still there after
+            # this time it has no error of its own, so this one has to be told here.
+            time.sleep(GRACE_SECONDS)
+            _complain(f"rank {rank}: {_one_line(error)}")
         return error.exit_code
     except KeyboardInterrupt:
         if rank == 0:
@@ -116,6 +124,10 @@ def _speaks(error: MegaFP8Error, rank: int, local_rank: int) -> bool:
     if rank == 0 or isinstance(error, OwnRankError) or getattr(error, "own_rank", False):
         return True
     return local_rank == 0 and isinstance(error, (UnreadableFileError, DataError))
+
+
+def _complain(text: str) -> None:
+    print(f"{PROGRAM}: error: {text}", file=sys.stderr, flush=True)
 
 
 def _one_line(error: MegaFP8Error) -> str:

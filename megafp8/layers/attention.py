@@ -100,7 +100,7 @@ class SelfAttention(nn.Module):
 
 
 def window_mask(length: int, left: int, device: torch.device) -> Tensor:
-    """bool [s, s], True where query i may see key j: i - left <= j <= i."""
+    """Mask [s, s], bool, True where query i may see key j: i - left <= j <= i."""
     positions = torch.arange(length, device=device)
     distance = positions[:, None] - positions
     return (distance >= 0) & (distance <= left)

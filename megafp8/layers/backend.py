@@ -10,11 +10,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from megafp8.layers.parameters import ParameterFactory
 from megafp8.numerics import Recipe, ScaleRegistry
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import DeferredWeightGradients
-
-from megafp8.layers.parameters import ParameterFactory
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ class _CrossEntropyFunction(torch.autograd.Function):
         if valid:
             for start in range(0, rows, CHUNK):
                 part = slice(start, start + CHUNK)
-                shifted = logits[part, :valid].float().sub_(top[part, None])
+                # A copy also where the logits are fp32: they are saved for the backward.
+                shifted = logits[part, :valid].to(torch.float32, copy=True).sub_(top[part, None])
                 sums[1, part] = shifted.gather(1, picked[part, None].clamp(max=valid - 1)).squeeze(
                     1
                 )
@@ -55,7 +56,8 @@ class _CrossEntropyFunction(torch.autograd.Function):
         rows = logits.shape[0]
         for start in range(0, rows if valid else 0, CHUNK):
             part = slice(start, start + CHUNK)
-            probability = logits[part, :valid].float().sub_(log_total[part, None]).exp_()
+            probability = logits[part, :valid].to(torch.float32, copy=True)
+            probability.sub_(log_total[part, None]).exp_()
             probability.mul_(grad[part, None])
             onehot = (grad[part] * mine[part]).neg()[:, None]
             probability.scatter_add_(1, picked[part, None].clamp(max=valid - 1), onehot)

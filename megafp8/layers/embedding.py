@@ -67,7 +67,7 @@ class Embedding(nn.Module):
             )
 
     def forward(self, tokens: Tensor, position_ids: Tensor, key: MicroBatchKey) -> Tensor:
-        """Look up, sum over tp (scattered over s with sequence parallelism), add positions, drop."""
+        """Look up, sum over tp (over s with sequence parallelism), add positions, drop."""
         table: Any = self.word_embeddings.weight
         if table.grad_dtype != torch.float32:  # lets the fp32 gradient through FSDP2
             table.grad_dtype = torch.float32

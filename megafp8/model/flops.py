@@ -21,7 +21,7 @@ def training_flops_per_token(shape: ModelShape) -> float:
     return 6.0 * (weights + attention)
 
 
-# Dense peak of one device in TFLOP/s by torch's device name: NVIDIA's data sheets, without sparsity.
+# Dense peak of one device in TFLOP/s by torch's device name (NVIDIA's data sheets, no sparsity).
 PEAK_TFLOPS = {
     "H100": {"bf16": 989.0, "fp16": 989.0, "fp8": 1979.0},
     "H200": {"bf16": 989.0, "fp16": 989.0, "fp8": 1979.0},

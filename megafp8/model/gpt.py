@@ -78,7 +78,8 @@ class GPTStage(nn.Module):
             x: token ids int64 [b, s] on the first stage, else the boundary tensor [s(/tp), b, h].
             position_ids: int64 [b, s].
             seed: int64 [1] on the CPU, names the micro-batch's dropout streams.
-            labels, loss_mask: int64 and fp32 [b, s]; without labels the last stage gives logits.
+            labels: int64 [b, s]; without them the last stage gives logits.
+            loss_mask: fp32 [b, s].
 
         Returns:
             Boundary tensor [s(/tp), b, h]; on the last stage the sum of masked token losses as
@@ -99,7 +100,7 @@ class GPTStage(nn.Module):
 
     @torch.no_grad()
     def full_logits(self, logits: Tensor) -> Tensor:
-        """[s, b, padded_vocab/tp] -> [s, b, vocab], gathered over tp: for sampling and tests only."""
+        """[s, b, padded_vocab/tp] -> [s, b, vocab], gathered over tp: for sampling and tests."""
         rows = logits.permute(2, 0, 1)  # the vocabulary first, since gathers concatenate dim 0
         full = self.tp.all_gather(rows, "tp_other_all_gather")
         return full[: self.vocab_size].permute(1, 2, 0)

@@ -63,7 +63,7 @@ class CommGroup:
     def reduce_scatter(
         self, tensor: Tensor, kind: str, async_op: bool = False
     ) -> tuple[Tensor, dist.Work | None]:
-        """[size * n, ...] summed over ranks -> this rank's [n, ...], and the work if asynchronous."""
+        """[size * n, ...] summed over ranks -> this rank's [n, ...], and the work if async."""
         if self.size == 1:
             return tensor, None
         tensor = tensor.contiguous()
@@ -148,5 +148,5 @@ def gather_sequence(x: Tensor, group: CommGroup, kinds: tuple[str, str] = OTHER_
 
 
 def scatter_sequence(x: Tensor, group: CommGroup, kinds: tuple[str, str] = OTHER_KINDS) -> Tensor:
-    """Partial sums [s, b, h] -> this rank's [s/tp, b, h] of their total; the gradient is gathered."""
+    """Partial sums [s, b, h] -> this rank's [s/tp, b, h] of the total; the gradient is gathered."""
     return x if group.size == 1 else _ScatterSequence.apply(x, group, kinds)

@@ -4,7 +4,7 @@ FSDP2 is used at every size, also one rank, so that there is a single path for m
 gradient accumulation. Reductions are plain sums: the loss is divided once, by tokens, at the end.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,8 +97,11 @@ def shard_module(
     replicas = mesh.layout.replicate
     if replicas > 1:
         # FSDP2 calls the hook with the tensor it has just all-reduced over the replicas.
-        hook: Callable[[Tensor], None] = lambda t: traffic.reduced("dp_all_reduce", t, replicas)
-        module.set_all_reduce_hook(hook)
+        module.set_all_reduce_hook(partial(_count_replica_reduce, traffic, replicas))
+
+
+def _count_replica_reduce(traffic: Traffic, replicas: int, tensor: Tensor) -> None:
+    traffic.reduced("dp_all_reduce", tensor, replicas)
 
 
 def begin_micro_batch(module: nn.Module, last: bool, keep_gathered: bool) -> None:

@@ -1,4 +1,4 @@
-"""The grid of ranks: axes pp, replicate, fsdp, tp (tp fastest), as one DeviceMesh and its groups."""
+"""The grid of ranks: axes pp, replicate, fsdp, tp (tp fastest), one DeviceMesh and its groups."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class Mesh:
             hold the same pipeline stages), all = the world.
         model: pp x fsdp x tp, the ranks that together hold one copy of the model.
         loss: pp x dp, the ranks with this rank's tp coordinate.
-        tied: first and last pipeline rank with this rank's dp and tp coordinates (size 1 elsewhere).
+        tied: first and last pipeline rank at this rank's dp and tp place (size 1 elsewhere).
     """
 
     layout: Layout

@@ -58,8 +58,9 @@ class _CountedStage(PipelineStage):
     def _check(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         for op in ops:
             tensor = op.tensor
-            assert tensor is not None and tensor.dtype == self.boundary_dtype, (
-                f"stage {self.stage_index}: boundary tensor is {tensor.dtype if tensor is not None else None}, "
+            assert tensor is not None
+            assert tensor.dtype == self.boundary_dtype, (
+                f"stage {self.stage_index}: boundary tensor is {tensor.dtype}, "
                 f"allowed {self.boundary_dtype}"
             )
             self.mesh.traffic.sent("pp_p2p", tensor)
@@ -115,7 +116,8 @@ class PipelineRunner:
         """Forward and backward over all micro-batches; gradients are left on the parameters.
 
         Args:
-            micro_batches: dicts of tensors with a leading batch dim: `tokens` and the last stage's needs.
+            micro_batches: dicts of tensors with a leading batch dim: `tokens` and what the stages
+                take beside it.
             loss_scale: multiplies the loss before the backward (FP16).
 
         Returns:

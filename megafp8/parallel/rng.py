@@ -21,7 +21,7 @@ def stream_seed(*parts: int | str) -> int:
 
 
 def dropout_mask(shape: torch.Size, p: float, seed: int, device: torch.device) -> Tensor:
-    """bool mask of `shape`, True (keep) with probability 1 - p, from its own generator."""
+    """A bool mask of `shape`, True (keep) with probability 1 - p, from its own generator."""
     generator = torch.Generator(device=device).manual_seed(seed)
     return torch.rand(shape, generator=generator, device=device) >= p
 

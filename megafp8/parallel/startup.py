@@ -1,4 +1,4 @@
-"""Joins and leaves the process group; the one place below the launcher that reads the environment."""
+"""Joins and leaves the process group; below the launcher, only this file reads the environment."""
 
 import os
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ def start(
     a single process uses an in-memory store and opens no port.
 
     Raises:
-        LaunchError: NCCL asked for without CUDA, more local ranks than GPUs, or no rendezvous address.
+        LaunchError: NCCL asked for without CUDA, more local ranks than GPUs, or no rendezvous.
     """
     name = choose_backend(backend)
     device = torch.device("cpu")

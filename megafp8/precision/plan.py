@@ -6,7 +6,8 @@ dry run prints what training will do.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from megafp8.config.layout import Layout
@@ -70,11 +71,10 @@ class PrecisionPlan:
     high_precision: tuple[HighPrecision, ...]
     tp_communication: str
     weight_gradients: str
-    _by_name: dict[str, LinearPlan] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        """Index the linears by name."""
-        object.__setattr__(self, "_by_name", {linear.name: linear for linear in self.linears})
+    @cached_property
+    def _by_name(self) -> dict[str, LinearPlan]:
+        return {linear.name: linear for linear in self.linears}
 
     def precision(self, name: str) -> Precision:
         """Return the precision of a linear.
@@ -137,7 +137,8 @@ def build_plan(config: RunConfig, shape: ModelShape, layout: Layout) -> Precisio
         ConfigurationError: A rule of the policy file matches nothing or splits a fused layer.
     """
     compute = config.precision.compute_dtype
-    kept = high_precision_reasons(config) if config.precision.fp8 else {}
+    # Read without FP8 too, so that all tracks of a comparison refuse the same policy file.
+    kept = high_precision_reasons(config)
     linears = []
     for spec in shape.linears(layout, config.training.micro_batch_size):
         if not config.precision.fp8:
@@ -223,7 +224,12 @@ def _tp_communication(config: RunConfig, layout: Layout) -> str:
         return f"all-reduce in {compute} (no --sequence-parallel{idle})"
     if not config.precision.fp8 or asked == "none":
         return f"all-gather and reduce-scatter in {compute}"
-    return f"all-gather of FP8 linears in FP8 (1 byte a value), reduce-scatter in {compute}"
+    if config.precision.fp8_wgrad:
+        return f"all-gather of FP8 linears in FP8 (1 byte a value), reduce-scatter in {compute}"
+    return (
+        f"all-gather of FP8 linears' inputs in FP8, and again in {compute} for weight gradients "
+        f"(--no-fp8-wgrad); of output gradients, and reduce-scatter, in {compute}"
+    )
 
 
 def _module(linear: LinearPlan) -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import yaml
 
 from megafp8.checkpoint import find_checkpoint
+from megafp8.checkpoint.agree import on_first_rank
 from megafp8.config import LaunchEnvironment, ModelShape, RunConfig
 from megafp8.data.loader import Datasets, build_datasets
 from megafp8.data.tokenizers import build_tokenizer, resolve_vocab_size
@@ -76,7 +77,7 @@ def _train(config: RunConfig, shape: ModelShape, mesh: Mesh, datasets: Datasets)
     rank0 = mesh.world.rank == 0
     if rank0:
         (run_dir / "config.yaml").write_text(
-            yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8"
+            yaml.safe_dump(config.to_dict(), sort_keys=False), encoding="utf-8"
         )
         content = build_manifest(config, plan, device=_device_name(mesh.world.device))
         manifest = write_manifest(run_dir, content).sha256
@@ -90,7 +91,7 @@ def _train(config: RunConfig, shape: ModelShape, mesh: Mesh, datasets: Datasets)
                 config.logging,
                 run_dir,
                 resumed_iteration=state.iteration,
-                settings=config.model_dump(mode="json"),
+                settings=config.to_dict(),
             ),
             ProgressBar(total, completed=state.iteration),
         ]
@@ -147,7 +148,8 @@ def _checkpoint_to_load(config: RunConfig) -> Path | None:
     load = config.checkpoint.load
     if load is None:
         return None
-    found = find_checkpoint(Path(load))
+    # Rank 0 decides: others may see a shared file system later, and must not take another one.
+    found = on_first_rank(f"--load {load}", lambda: find_checkpoint(Path(load)), None)
     if found is None and config.checkpoint.exit_on_missing_checkpoint:
         raise CheckpointError(
             f"--load {load}: found no checkpoint there, and --exit-on-missing-checkpoint is given"

@@ -95,7 +95,7 @@ class TrainingStep:
     def _totals(
         self, loss_sum: Tensor, micro_batches: list[dict[str, Tensor]]
     ) -> tuple[float, float]:
-        """(loss sum, counted tokens) of the global batch; both come from ranks with the last stage."""
+        """(loss sum, counted tokens) of the global batch, from the ranks with the last stage."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.world.device)
         if self.model.runner.has_last:
             totals[0] = loss_sum
@@ -137,7 +137,7 @@ class TrainingStep:
         )
 
     def _count_bad(self, iteration: int, finite: bool) -> None:
-        """FP16 overflows are how its loss scale is found, so there only NaN at scale 1 would count."""
+        """Stop after too many bad steps; FP16 overflows do not count: they find its scale."""
         training = self.config.training
         if finite or self.config.precision.fp16:
             self.bad_steps_in_a_row = 0

@@ -148,7 +148,7 @@ def test_linears_of_a_rank() -> None:
 
 def test_a_vocabulary_that_does_not_split_is_refused() -> None:
     config = small("--tensor-model-parallel-size 4 --make-vocab-size-divisible-by 1")
-    with pytest.raises(ConfigurationError, match="101 padded to 101 .* parallel_size 4"):
+    with pytest.raises(ConfigurationError, match="101 padded to 101 .*parallel_size 4"):
         ModelShape.from_config(config, 101)
     assert ModelShape.from_config(config, 100).padded_vocab_size == 100
 

@@ -105,6 +105,38 @@ def test_the_rank_whose_own_fault_it_is_speaks(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == ""
 
 
+def test_under_torchrun_a_silent_rank_leaves_time_for_rank_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("megafp8.launch.main.time.sleep", waits.append)
+    torchrun = {"TORCHELASTIC_RUN_ID": "none"}
+    assert main([*PARITY, "--nope"], ranks(0, **torchrun)) == 2
+    assert waits == [] and capsys.readouterr().err.startswith(PREFIX + "--nope")
+    # Still alive after the wait: rank 0 did not fail, so the error is this rank's own.
+    assert main([*PARITY, "--nope"], ranks(1, **torchrun)) == 2
+    assert waits == [5.0] and capsys.readouterr().err.startswith(PREFIX + "rank 1: --nope")
+
+
+def test_torchrun_shows_the_line_once() -> None:
+    script = str(ROOT / "pretrain_gpt.py")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        script,
+    ]
+    result = subprocess.run(
+        [*command, "--nope"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert result.returncode == 1
+    lines = [line for line in result.stderr.splitlines() if line.startswith(PREFIX)]
+    assert len(lines) == 1 and lines[0].startswith(PREFIX + "--nope")
+
+
 def test_exit_codes_of_a_run_that_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -200,6 +200,11 @@ def test_without_fp8(flags: str, precision: str, reason: str) -> None:
             2,
             "all-gather and reduce-scatter in bf16",
         ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --no-fp8-wgrad",
+            2,
+            "again in bf16 for weight gradients",
+        ),
     ],
 )
 def test_what_tensor_parallel_traffic_comes_to(text: str, world_size: int, fragment: str) -> None:
@@ -223,8 +228,9 @@ def test_a_policy_file_decides(tmp_path: Path) -> None:
     assert bf16 == ["decoder.layers.3.mlp.linear_fc1", "decoder.layers.3.mlp.linear_fc2"]
     assert "layers 0-2" in plan.render() and "layers 3 " in plan.render()
     policy.write_text("exclude: ['*.linear_fc9']\n")
-    with pytest.raises(ConfigurationError, match="matches no linear"):
-        plan_of(preset("parity", f"--precision-policy {policy}"), 1)
+    for text in ("", "--fp8-format none"):
+        with pytest.raises(ConfigurationError, match="matches no linear"):
+            plan_of(preset("parity", f"--precision-policy {policy} {text}"), 1)
 
 
 def test_unknown_names_are_refused() -> None:

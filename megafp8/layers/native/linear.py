@@ -31,7 +31,7 @@ from megafp8.parallel.collectives import LINEAR_KINDS
 
 
 class _LinearFunction(torch.autograd.Function):
-    """y = x wT with the tensor-parallel communication of the layer's mode; see the module docstring."""
+    """y = x wT with the communication of the layer's mode; see the module docstring."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: DTensor, layer: "_TensorParallelLinear") -> Tensor:
@@ -42,24 +42,19 @@ class _LinearFunction(torch.autograd.Function):
         if layer.options.mode == "row":
             y = layer.reduce(y, LINEAR_KINDS[1])[0]
         # FSDP frees and refills the storage of a gathered weight between forward and backward, so
-        # what is saved is the weight itself unless its FP8 cast is kept for the whole step anyway.
-        kept = operands.keeps_weight
-        ctx.save_for_backward(
-            operands.data(x_saved), operands.data(w) if kept else weight.to_local()
-        )
-        ctx.layer, ctx.weight, ctx.kept = layer, weight, kept
-        ctx.scales = (operands.scale_inv(x_saved), operands.scale_inv(w))
+        # the weight itself is saved, unless its FP8 cast is kept for the whole step anyway.
+        ctx.kept_weight = w if operands.keeps_weight else None
+        saved = [operands.data(x_saved)] + ([] if operands.keeps_weight else [weight.to_local()])
+        ctx.save_for_backward(*saved)
+        ctx.layer, ctx.weight, ctx.x_scale_inv = layer, weight, operands.scale_inv(x_saved)
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         layer, operands = ctx.layer, ctx.layer.operands
-        x_data, w_data = ctx.saved_tensors
-        x_saved = operands.wrap("input", x_data, ctx.scales[0])
-        if ctx.kept:
-            w = operands.wrap("weight", w_data, ctx.scales[1])
-        else:
-            w = operands.weight(w_data.flatten(0, -2))
+        x_data, *weights = ctx.saved_tensors
+        x_saved = operands.wrap("input", x_data, ctx.x_scale_inv)
+        w = operands.weight(weights[0].flatten(0, -2)) if weights else ctx.kept_weight
         dy2 = grad.reshape(-1, grad.shape[-1])
         dy_saved, dy = operands.enter("grad_output", dy2, layer.gathers_grad)
         dx, work = None, None
@@ -70,9 +65,8 @@ class _LinearFunction(torch.autograd.Function):
 
         def weight_gradient() -> DTensor:
             x = operands.gather_again(x_saved, layer.gathers_input)
-            dw = operands.wgrad(
-                dy if operands.fp8_wgrad else dy_saved, x
-            )  # [n, m] @ [m, k] -> [n, k]
+            left = dy if operands.fp8_wgrad else dy_saved
+            dw = operands.wgrad(left, x)  # [n, m] @ [m, k] -> [n, k]
             return _as_gradient(dw, ctx.weight)
 
         dw = layer.emit(ctx.weight, weight_gradient) if ctx.needs_input_grad[1] else None
@@ -84,7 +78,7 @@ class _LinearFunction(torch.autograd.Function):
 
 
 def _as_gradient(local: Tensor, weight: DTensor) -> DTensor:
-    """This rank's gradient [n, k] as a DTensor placed like the weight (which may be [2, n/2, k])."""
+    """This rank's gradient [n, k] as a DTensor placed like the weight (maybe [2, n/2, k])."""
     return DTensor.from_local(
         local.view(weight.to_local().shape),
         weight.device_mesh,
@@ -114,7 +108,7 @@ class _TensorParallelLinear(nn.Module):
     def reduce(
         self, partial: Tensor, kind: str, async_op: bool = False
     ) -> tuple[Tensor, dist.Work | None]:
-        """Sum partial results over tp: to this rank's tokens with sequence parallelism, else to all."""
+        """Sum over tp: to this rank's tokens with sequence parallelism, else to all ranks."""
         if self.sequence_parallel:
             return self.tp.reduce_scatter(partial, kind, async_op)
         return partial, self.tp.all_reduce(partial, "tp_all_reduce", async_op=async_op)

@@ -10,6 +10,7 @@ from megafp8.numerics import (
     compute_amax,
     dgrad,
     fprop,
+    keep_decoded,
     quantize,
     wgrad,
 )
@@ -149,6 +150,7 @@ class Fp8Operands:
         cast = self._quantize("weight", w)
         if self.keeps_weight:
             cast = QuantizedTensor(cast.data, cast.scale_inv.clone(), cast.format)
+            keep_decoded(cast)
             self._cached = (version, cast)
         return cast
 

@@ -1,0 +1,65 @@
+"""A checkpoint of any layout as a whole model in one process."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megafp8.checkpoint.load import load_tensors, read_record
+from megafp8.config import ModelShape, RunConfig
+from megafp8.model import Model, build_model
+from megafp8.parallel import Mesh, World, build_mesh
+from megafp8.precision import build_plan, recipe_from_config
+
+# Sections that a single process takes from the checkpoint unchanged; the rest is made for one rank.
+KEPT_SECTIONS = ("model", "precision", "data", "optimizer", "training")
+
+
+def single_process_config(saved: dict[str, Any]) -> RunConfig:
+    """The run of a checkpoint as one process without parallelism or dropout.
+
+    Args:
+        saved: `config` of the checkpoint's record.
+    """
+    values = {name: dict(saved[name]) for name in KEPT_SECTIONS}
+    values["model"] |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    values["training"] |= {
+        "micro_batch_size": 1,
+        "global_batch_size": 1,
+        "rampup_batch_size": None,
+        "recompute_granularity": None,
+        "recompute_num_layers": None,
+    }
+    return RunConfig.from_dict(values)
+
+
+def load_model(checkpoint: Path, world: World) -> tuple[Model, RunConfig, ModelShape, Mesh]:
+    """Build the model of a checkpoint in this one process and load weights and scales.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, damaged, or not of its own configuration.
+    """
+    record = read_record(checkpoint)
+    config = single_process_config(record.config)
+    mesh = build_mesh(config.layout(1), world)
+    shape = ModelShape.from_config(config, int(record.state["vocab_size"]))
+    plan = build_plan(config, shape, mesh.layout)
+    model = build_model(config, shape, plan, recipe_from_config(config), mesh)
+    tensors: dict[str, Tensor] = {
+        name: parameter.data for name, parameter in model.parameters.items() if name in model.specs
+    }
+    scales: dict[str, Tensor] = {}
+    if model.registry is not None:
+        for key, value in model.registry.tensors().items():
+            found = record.tensors.get(key)
+            shape_of = found.shape if found is not None else tuple(value.shape)
+            scales[key] = torch.zeros(shape_of)
+    missing = load_tensors(
+        checkpoint, tensors | scales, lambda name: name.startswith(("fp8.", "optimizer."))
+    )
+    model.copy_tied_embedding()
+    if model.registry is not None:
+        model.registry.load({k: v for k, v in scales.items() if k not in set(missing)})
+    model.set_training(False)
+    return model, config, shape, mesh

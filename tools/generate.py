@@ -1,0 +1,37 @@
+"""Continue a prompt with the model of a checkpoint, in one process."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megafp8.data.tool_parser import ToolParser, run_tool  # noqa: E402
+
+
+def main() -> int:
+    parser = ToolParser(__doc__ or "")
+    parser.add_argument("--load", required=True, help="folder of checkpoints, or one of them")
+    parser.add_argument("--prompt", default="", help="text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=100, help="tokens to add at most")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the most likely token each time"
+    )
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the draws")
+    args = parser.parse_args()
+    if args.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens {args.max_new_tokens}: allowed a positive integer")
+    if not 0 <= args.temperature < float("inf"):
+        parser.error(f"--temperature {args.temperature}: allowed 0 or a positive number")
+
+    def work() -> list[str]:
+        # Imported here: torch takes seconds, and --help needs none of it.
+        from megafp8.launch.sample import sample_text
+
+        text = sample_text(args.load, args.prompt, args.max_new_tokens, args.temperature, args.seed)
+        return [text]
+
+    return run_tool(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
