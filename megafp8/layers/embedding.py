@@ -82,5 +82,7 @@ class Embedding(nn.Module):
             if self.sequence_parallel:
                 positions = positions.chunk(self.tp.size)[self.tp.rank]
             weight: Any = self.position_embeddings.weight
-            x = x + F.embedding(positions, weight.to_local())
+            if weight.grad_dtype != torch.float32:
+                weight.grad_dtype = torch.float32
+            x = x + _LookupFunction.apply(positions, weight, 0)
         return dropout(x, self.hidden_dropout, key, "embedding")

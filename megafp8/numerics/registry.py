@@ -138,8 +138,13 @@ class ScaleRegistry:
             self.recording = before
 
     def drop_pending(self) -> None:
-        """Forget what this step recorded: a skipped step changes no scale."""
+        """Forget what this step recorded: a skipped step changes no scale.
+
+        Kept casts of weights become stale all the same, since with `weight_amax="cast"` the next
+        step has to record the amax of its weights again.
+        """
         self.pending_amax.zero_()
+        self.version += 1
 
     @torch.no_grad()
     def update(self, reduce_amax: Callable[[Tensor], None] | None = None) -> None:

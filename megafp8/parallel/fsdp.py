@@ -108,10 +108,13 @@ def begin_micro_batch(module: nn.Module, last: bool, keep_gathered: bool) -> Non
     """Set how FSDP2 treats the backward of the next micro-batch (without pipeline).
 
     With parameters kept gathered, gradients accumulate unsharded in fp32 and are reduced once, with
-    the last micro-batch. With resharding (whose point is memory) each micro-batch reduces.
+    the last micro-batch. With resharding (whose point is memory) each micro-batch is reduced to
+    shards, and replicas (HSDP) add theirs with the last one.
     """
     assert isinstance(module, FSDPModule)
     if keep_gathered:
         module.set_requires_gradient_sync(last)
         module.set_reshard_after_backward(last)
+    else:
+        module.set_requires_all_reduce(last)
     module.set_is_last_backward(last)

@@ -148,12 +148,12 @@ class Loop:
         state.consumed_samples += batch_size
         state.skipped_iterations += result.skipped
         state.nan_iterations += result.loss != result.loss
-        comm_bytes, comm_calls = self._traffic()
+        params_norm = parameter_norm(self.step) if self.config.logging.log_params_norm else None
+        comm_bytes, comm_calls, memory = self._over_ranks()
         valid_loss = self._evaluate() if self._due(self.config.training.eval_interval) else None
         tokens = batch_size * self.shape.seq_length
         rate = tokens / seconds
         tflops = rate * self._flops_per_token / self.mesh.world.size / 1e12
-        logging = self.config.logging
         return IterationMetrics(
             iteration=state.iteration,
             loss=result.loss,
@@ -165,25 +165,26 @@ class Loop:
             tokens_per_s=rate,
             tflops_per_device=tflops,
             mfu=tflops / self._peak_tflops if self._peak_tflops else None,
-            mem_peak_bytes=memory_peak_bytes(self.mesh),
+            mem_peak_bytes=memory,
             skipped=result.skipped,
             comm_bytes=comm_bytes,
             comm_calls=comm_calls,
             valid_loss=valid_loss,
             global_batch_size=batch_size,
             loss_scale=loss_scale,
-            params_norm=parameter_norm(self.step) if logging.log_params_norm else None,
+            params_norm=params_norm,
             num_zeros_in_grad=result.zeros_in_grad,
         )
 
-    def _traffic(self) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
-        """Counters of the iteration over all ranks (this gather itself is not counted)."""
-        mine = torch.tensor(
-            self.mesh.traffic.drain(), dtype=torch.int64, device=self.mesh.world.device
-        )
+    def _over_ranks(self) -> tuple[dict[str, dict[str, int]], dict[str, int], int]:
+        """Traffic and peak memory of all ranks, by one gather that is itself not counted."""
+        device = self.mesh.world.device
+        counters = [*self.mesh.traffic.drain(), memory_peak_bytes(device)]
+        mine = torch.tensor(counters, dtype=torch.int64, device=device)
         everyone = [torch.empty_like(mine) for _ in range(self.mesh.world.size)]
         dist.all_gather(everyone, mine)
-        return summarize(torch.stack(everyone).cpu())
+        table = torch.stack(everyone).cpu()
+        return *summarize(table[:, :-1]), int(table[:, -1].max())
 
     def _evaluate(self) -> float | None:
         if self._valid_loader is None:

@@ -1,26 +1,19 @@
-"""Figures of a run beside the loss: memory, parameter norm, zeros among gradients."""
+"""Figures of a run beside the loss: memory, parameter norm."""
 
 import resource
 import sys
 
 import torch
-import torch.distributed as dist
 
-from megafp8.parallel.mesh import Mesh
 from megafp8.train.step import TrainingStep
 
 
-def memory_peak_bytes(mesh: Mesh) -> int:
-    """Largest peak of any rank so far: allocated on the GPU, resident on the CPU."""
-    device = mesh.world.device
+def memory_peak_bytes(device: torch.device) -> int:
+    """This rank's peak so far in bytes: allocated on a GPU, resident on the CPU."""
     if device.type == "cuda":
-        mine = torch.cuda.max_memory_allocated(device)
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        mine = peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
-    peak_tensor = torch.tensor([mine], dtype=torch.int64, device=device)
-    dist.all_reduce(peak_tensor, op=dist.ReduceOp.MAX)
-    return int(peak_tensor)
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
 @torch.no_grad()

@@ -31,6 +31,31 @@ class _RmsNormFunction(torch.autograd.Function):
         return dx.to(x.dtype), dweight.to(weight.dtype), None
 
 
+class _LayerNormFunction(torch.autograd.Function):
+    """LayerNorm of a 16-bit x with fp32 inside; saves x and two fp32 numbers per row.
+
+    torch's own CPU kernel adds the gradients of weight and bias over all rows in the dtype of x:
+    in bf16 a sum of ones stops growing at 256 (torch 2.13). Its CUDA kernel adds in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        shape = x.shape[-1:]
+        y, mean, rstd = torch.native_layer_norm(
+            x.float(), shape, weight.float(), bias.float(), epsilon
+        )
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+            grad.float(), x.float(), x.shape[-1:], mean, rstd, weight.float(), bias.float(), [True] * 3
+        )
+        return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(bias.dtype), None
+
+
 class Norm(nn.Module):
     """RMSNorm or LayerNorm with replicated parameters.
 
@@ -50,6 +75,8 @@ class Norm(nn.Module):
         if self.bias is None:
             return _RmsNormFunction.apply(x, weight, self.epsilon)
         bias = self.bias.to_local()  # type: ignore[attr-defined]
+        if x.device.type == "cpu" and x.dtype != torch.float32:
+            return _LayerNormFunction.apply(x, weight, bias, self.epsilon)
         return F.layer_norm(x, (x.shape[-1],), weight, bias, self.epsilon)
 
     def extra_repr(self) -> str:
