@@ -3,15 +3,14 @@
 #
 #   DATA_PATH="corpus_text_document" TOKENIZER_MODEL=tokenizer/ bash scripts/pretrain_llama3_8b.sh
 #
-# DATA_PATH is the prefix of a .bin/.idx pair made by tools/preprocess_data.py, or several with
-# weights ("0.7 web 0.3 code"). More arguments go to pretrain_gpt.py and win over the preset, e.g.
-# --train-iters 1000 --tensor-model-parallel-size 2.
+# DATA_PATH is the prefix of a .bin/.idx pair made by tools/preprocess_data.py. More arguments go to
+# pretrain_gpt.py and win over the preset, e.g. --train-iters 1000 --tensor-model-parallel-size 2.
 #
 # Overrides: GPUS_PER_NODE (8), RUN_DIR (runs/llama3_8b), CONFIG, PYTHON.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-: "${DATA_PATH:?set it to the prefix of a .bin/.idx pair, or to weight prefix pairs}"
+: "${DATA_PATH:?set it to the prefix of a .bin/.idx pair, made by tools/preprocess_data.py}"
 : "${TOKENIZER_MODEL:?set it to the tokenizer that the data was made with}"
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
 RUN_DIR="${RUN_DIR:-runs/llama3_8b}"
@@ -23,14 +22,12 @@ export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:T
 # One OpenMP thread per rank: the host side launches kernels and computes nothing.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-read -r -a data_path <<<"${DATA_PATH}"
-
 # --load names the folder that the run itself saves into, so that the same command resumes; an empty
 # or missing folder starts fresh.
 exec "${PYTHON}" -m torch.distributed.run --standalone --nproc-per-node "${GPUS_PER_NODE}" \
     pretrain_gpt.py \
     --config "${CONFIG}" \
-    --data-path "${data_path[@]}" \
+    --data-path "${DATA_PATH}" \
     --tokenizer-model "${TOKENIZER_MODEL}" \
     --run-dir "${RUN_DIR}" \
     --save "${RUN_DIR}/checkpoints" \

@@ -104,9 +104,7 @@ class Training:
         self.state.skipped_iterations += result.skipped
         return result
 
-    def iterate(
-        self, iterations: int, after: Callable[["Training"], None] | None = None
-    ) -> Curve:
+    def iterate(self, iterations: int, after: Callable[["Training"], None] | None = None) -> Curve:
         """Run iterations; `after` is called after each of them."""
         curve = Curve()
         for _ in range(iterations):
@@ -222,3 +220,69 @@ def merge_stages(per_rank: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for name, value in values.items():
             assert merged.setdefault(name, value) == value, f"{name} differs on rank {rank}"
     return merged
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """A layout that is compared with one rank.
+
+    Attributes:
+        name: as in tables.
+        world_size: ranks.
+        flags: what makes the layout.
+        num_layers: blocks of the model, and of the one-rank run it is compared with. Four stages
+            of two blocks each take 8.
+        iterations: at most so many.
+    """
+
+    name: str
+    world_size: int
+    flags: tuple[str, ...]
+    num_layers: int = 4
+    iterations: int = 20
+
+    def command(self, precision: str) -> tuple[str, ...]:
+        """Return the command line of the run."""
+        layers = ("--num-layers", str(self.num_layers))
+        return (*PARITY, *PRECISIONS[precision], *layers, *self.flags)
+
+
+SP = "--sequence-parallel"
+VIRTUAL = ("--num-layers-per-virtual-pipeline-stage", "2")
+CASES = (
+    LayoutCase("tp2", 2, degrees(2)),
+    LayoutCase("tp2 + sp", 2, degrees(2, 1, SP)),
+    LayoutCase("tp4 + sp", 4, degrees(4, 1, SP)),
+    LayoutCase("pp2", 2, degrees(1, 2)),
+    LayoutCase("pp4", 4, degrees(1, 4)),
+    LayoutCase("pp2 interleaved x 2", 2, degrees(1, 2, *VIRTUAL), num_layers=8),
+    LayoutCase("pp2 zbv", 2, degrees(1, 2, "--pipeline-schedule", "zbv"), num_layers=8),
+    LayoutCase("fsdp2", 2, degrees()),
+    LayoutCase("fsdp4", 4, degrees()),
+    LayoutCase("hsdp 2 x 2", 4, degrees(1, 1, "--fsdp-size", "2")),
+    LayoutCase("tp2 x pp2", 4, degrees(2, 2, SP)),
+    LayoutCase("tp2 x fsdp2", 4, degrees(2, 1, SP)),
+    LayoutCase("pp2 x fsdp2", 4, degrees(1, 2)),
+    LayoutCase("tp2 x pp2 x fsdp2", 8, degrees(2, 2, SP), iterations=5),
+)
+# Largest relative deviation from one rank in (loss, gradient norm) over all iterations.
+BOUNDS = {"fp32": (1e-5, 1e-4), "bf16": (1e-2, 1e-2), "fp8": (2e-2, 2e-2)}
+
+
+def reference_case(case: LayoutCase) -> LayoutCase:
+    """Return the one-rank run that a layout is compared with."""
+    return LayoutCase("1 rank", 1, degrees(), case.num_layers)
+
+
+def deviations(curve: Curve, reference: Curve) -> tuple[float, float]:
+    """Return the largest relative deviation in loss and in gradient norm."""
+
+    def largest(found: list[float], wanted: list[float]) -> float:
+        pairs = list(zip(found, wanted, strict=False))
+        assert pairs, "nothing to compare"
+        return max(abs(a / b - 1.0) for a, b in pairs)
+
+    return (
+        largest(curve.losses, reference.losses),
+        largest(curve.grad_norms, reference.grad_norms),
+    )
