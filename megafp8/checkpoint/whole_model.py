@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megafp8.checkpoint.load import load_tensors, read_record
+from megafp8.checkpoint.scale_state import scale_targets, take_scales
 from megafp8.config import ModelShape, RunConfig
 from megafp8.model import Model, build_model
 from megafp8.parallel import Mesh, World, build_mesh
@@ -49,17 +49,11 @@ def load_model(checkpoint: Path, world: World) -> tuple[Model, RunConfig, ModelS
     tensors: dict[str, Tensor] = {
         name: parameter.data for name, parameter in model.parameters.items() if name in model.specs
     }
-    scales: dict[str, Tensor] = {}
-    if model.registry is not None:
-        for key, value in model.registry.tensors().items():
-            found = record.tensors.get(key)
-            shape_of = found.shape if found is not None else tuple(value.shape)
-            scales[key] = torch.zeros(shape_of)
+    scales = scale_targets(model.registry, record)
     missing = load_tensors(
         checkpoint, tensors | scales, lambda name: name.startswith(("fp8.", "optimizer."))
     )
     model.copy_tied_embedding()
-    if model.registry is not None:
-        model.registry.load({k: v for k, v in scales.items() if k not in set(missing)})
+    take_scales(model.registry, scales, missing, checkpoint)
     model.set_training(False)
     return model, config, shape, mesh

@@ -31,7 +31,7 @@ class ParallelConfig(Section):
         default=1, description="ranks that split experts"
     )
     distributed_backend: Literal["nccl", "gloo"] | None = Field(
-        default=None, description="default: nccl with CUDA, else gloo"
+        default=None, description="default: nccl with CUDA, else gloo, which trains on the CPU"
     )
     distributed_timeout_minutes: PositiveFloat = Field(default=10.0, description="of collectives")
     use_distributed_optimizer: bool = Field(
@@ -42,8 +42,12 @@ class ParallelConfig(Section):
     use_torch_fsdp2: bool = Field(
         default=False, description="accepted: parameters always go through FSDP2"
     )
-    overlap_grad_reduce: bool = Field(default=False, description="accepted: FSDP2 always overlaps")
-    overlap_param_gather: bool = Field(default=False, description="accepted: FSDP2 always overlaps")
+    overlap_grad_reduce: bool = Field(
+        default=False, description="accepted: FSDP2 decides what overlaps"
+    )
+    overlap_param_gather: bool = Field(
+        default=False, description="accepted: FSDP2 decides what overlaps"
+    )
     fsdp_size: PositiveInt | None = Field(
         default=None,
         description="ranks that shard parameters (default: all of data parallel); the rest "

@@ -29,7 +29,10 @@ class CheckpointConfig(Section):
     )
     no_save_optim: bool = Field(default=False, description="leave optimizer state out")
     no_load_optim: bool = Field(default=False, description="do not load optimizer state")
-    no_load_rng: bool = Field(default=False, description="do not load random state")
+    no_load_rng: bool = Field(
+        default=False,
+        description="accepted: random streams follow from seed and iteration, none is stored",
+    )
     finetune: bool = Field(default=False, description="load weights alone and start at iteration 0")
     exit_on_missing_checkpoint: bool = Field(
         default=False, description="an empty --load is an error"

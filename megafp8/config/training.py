@@ -44,7 +44,9 @@ class TrainingConfig(Section):
         default=None, description="blocks per stage that `full` recomputes (default: all)"
     )
     check_for_nan_in_loss_and_grad: bool = Field(
-        default=True, description="stop at a non-finite loss or gradient"
+        default=True,
+        description="stop after --max-consecutive-bad-steps non-finite steps in a row; each such "
+        "step is skipped either way",
     )
     max_consecutive_bad_steps: PositiveInt = Field(
         default=4, description="non-finite steps in a row that are skipped before the run stops"

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import torch
 
-from megafp8.data.loader import BatchLoader
+from megafp8.data.loader import BatchLoader, evaluation_batches
 from megafp8.model import Model
 from megafp8.model.batch import to_tensors
 from megafp8.parallel.mesh import Mesh
@@ -23,8 +23,8 @@ def validation_loss(
     model.set_training(False)
     try:
         with paused:
-            for number in range(iterations):
-                batches = loader.batch(number * global_batch_size, global_batch_size)
+            evaluation = evaluation_batches(loader, iterations, global_batch_size)
+            for number, batches in enumerate(evaluation):
                 micro_batches = to_tensors(batches, mesh, 0, number)
                 totals[0] += model.runner.evaluate(micro_batches)
                 if model.runner.has_last:

@@ -33,8 +33,8 @@ GRACE_SECONDS = 5.0
 # Switches of ours that are accepted for Megatron's sake and always hold.
 ALWAYS_ON = {
     "use_torch_fsdp2": "parameters always go through FSDP2",
-    "overlap_grad_reduce": "FSDP2 always overlaps",
-    "overlap_param_gather": "FSDP2 always overlaps",
+    "overlap_grad_reduce": "FSDP2 overlaps what it can; with a pipeline it reduces at the end",
+    "overlap_param_gather": "FSDP2 overlaps what it can",
 }
 
 
@@ -113,6 +113,8 @@ def _without_effect(config: RunConfig) -> list[tuple[str, str]]:
         for field, reason in ALWAYS_ON.items()
         if getattr(config.parallel, field)
     ]
+    if config.checkpoint.no_load_rng:
+        ours.append(("--no-load-rng", "random streams follow from seed and iteration"))
     return ours + [(flag, accepted_reason(flag)) for flag in config.accepted_flags]
 
 
@@ -121,7 +123,7 @@ def _speaks(error: MegaFP8Error, rank: int, local_rank: int) -> bool:
 
     A file may be missing on one node only, so the first rank of each node speaks about files.
     """
-    if rank == 0 or isinstance(error, OwnRankError) or getattr(error, "own_rank", False):
+    if rank == 0 or isinstance(error, OwnRankError):
         return True
     return local_rank == 0 and isinstance(error, (UnreadableFileError, DataError))
 

@@ -84,7 +84,9 @@ class SelfAttention(nn.Module):
         return self.linear_proj(core.permute(2, 0, 1, 3).reshape(s, b, -1))
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, key: MicroBatchKey) -> Tensor:
-        if self.queries_per_group > 1:
+        # On a GPU the kernels share K and V; on CPU copies are faster than SDPA's own expansion.
+        grouped = self.queries_per_group > 1 and q.device.type != "cpu"
+        if self.queries_per_group > 1 and not grouped:
             k = k.repeat_interleave(self.queries_per_group, dim=1)
             v = v.repeat_interleave(self.queries_per_group, dim=1)
         mask = None
@@ -92,10 +94,12 @@ class SelfAttention(nn.Module):
             mask = window_mask(q.shape[2], self.options.window_left, q.device)
         p = self.options.dropout if key.training else 0.0
         if p == 0.0:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+            )
         with default_generator_seeded(key.local(f"{self.options.prefix}.core"), q.device):
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None
+                q, k, v, mask, p, is_causal=mask is None, enable_gqa=grouped
             )
 
 

@@ -9,6 +9,11 @@ from torch import Tensor
 from megafp8.parallel.collectives import CommGroup
 
 CHUNK = 128  # rows whose fp32 logits are alive at a time: 128 x 8192 fp32 fits a CPU's L2 cache
+GPU_CHUNK = 4096  # on a GPU as many as keep launches few
+
+
+def _chunk(logits: Tensor) -> int:
+    return CHUNK if logits.device.type == "cpu" else GPU_CHUNK
 
 
 class _CrossEntropyFunction(torch.autograd.Function):
@@ -32,8 +37,9 @@ class _CrossEntropyFunction(torch.autograd.Function):
         tp.all_reduce(top, "tp_all_reduce", dist.ReduceOp.MAX)
         sums = torch.zeros(2, rows, dtype=torch.float32, device=logits.device)
         if valid:
-            for start in range(0, rows, CHUNK):
-                part = slice(start, start + CHUNK)
+            chunk = _chunk(logits)
+            for start in range(0, rows, chunk):
+                part = slice(start, start + chunk)
                 # A copy also where the logits are fp32: they are saved for the backward.
                 shifted = logits[part, :valid].to(torch.float32, copy=True).sub_(top[part, None])
                 sums[1, part] = shifted.gather(1, picked[part, None].clamp(max=valid - 1)).squeeze(
@@ -54,8 +60,9 @@ class _CrossEntropyFunction(torch.autograd.Function):
         dlogits = torch.empty_like(logits)
         dlogits[:, valid:] = 0.0
         rows = logits.shape[0]
-        for start in range(0, rows if valid else 0, CHUNK):
-            part = slice(start, start + CHUNK)
+        chunk = _chunk(logits)
+        for start in range(0, rows if valid else 0, chunk):
+            part = slice(start, start + chunk)
             probability = logits[part, :valid].to(torch.float32, copy=True)
             probability.sub_(log_total[part, None]).exp_()
             probability.mul_(grad[part, None])

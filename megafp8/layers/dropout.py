@@ -1,6 +1,7 @@
 """Dropout from stateless streams, and the key that names one micro-batch's streams."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,14 +43,14 @@ class _DropoutFunction(torch.autograd.Function):
     """y = x * mask / (1 - p); saves the mask as bool, one byte an element."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, p: float, seed: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
         mask = dropout_mask(x.shape, p, seed, x.device)
         ctx.save_for_backward(mask)
         ctx.factor = 1.0 / (1.0 - p)
         return x * mask * ctx.factor
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
         return grad * mask * ctx.factor, None, None
 

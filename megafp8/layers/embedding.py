@@ -34,7 +34,8 @@ class _LookupFunction(torch.autograd.Function):
         rows, outside = ctx.saved_tensors
         table = ctx.table
         flat = grad.float().masked_fill(outside.unsqueeze(-1), 0.0).flatten(0, -2)
-        local = flat.new_zeros(ctx.rows, grad.shape[-1]).index_add_(0, rows.flatten(), flat)
+        # Unlike index_add_, which adds in any order on a GPU, this one is deterministic.
+        local = torch.ops.aten.embedding_dense_backward(flat, rows.flatten(), ctx.rows, -1, False)
         return (
             None,
             DTensor.from_local(

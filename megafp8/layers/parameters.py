@@ -71,11 +71,7 @@ class ParameterFactory:
         )
 
     def _local_values(self, spec: ParameterSpec) -> Tensor:
-        shape = list(spec.shape)
-        tp, rank = self.mesh.tp.size, self.mesh.tp.rank
-        if spec.tp_dim is not None:
-            assert shape[spec.tp_dim] % tp == 0, (spec.name, shape, tp)
-            shape[spec.tp_dim] //= tp
+        shape, rank = spec.local_shape(self.mesh.tp.size), self.mesh.tp.rank
         if spec.kind == "norm":
             return torch.ones(shape)
         if spec.kind in ("bias", "norm_bias"):

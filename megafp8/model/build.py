@@ -72,36 +72,24 @@ def build_model(
     Raises:
         ConfigurationError: the parameters built, summed over pipeline ranks, are not the model's.
     """
-    model, layout = config.model, mesh.layout
+    layout = mesh.layout
     dtype = DTYPES[config.precision.compute_dtype]
     registry = ScaleRegistry(recipe) if recipe is not None else None
-    factory = ParameterFactory(
-        shape.parameters(),
-        mesh,
-        config.training.seed,
-        model.init_method_std,
-        shape.num_layers,
-        shape.vocab_size,
-    )
     rope = _rope(config, mesh.world.device)
     backend: Backend = NativeBackend()
+
+    def shard(module: nn.Module, kind: str) -> None:
+        # The fused [2, ffn, h] weight is split along h: its halves stay whole on every rank.
+        dims = {p: 2 for p in module.parameters() if p.dim() == 3}
+        shard_module(module, mesh, kind, dtype, dims)
+
     stages, queues = [], []
     for index in layout.stage_indices(mesh.pp_rank):
         queue = DeferredWeightGradients() if layout.schedule == "zbv" else None
-        context = LayerContext(
-            mesh=mesh,
-            factory=factory,
-            registry=registry,
-            recipe=recipe,
-            compute_dtype=dtype,
-            sequence_parallel=layout.sequence_parallel and layout.tp > 1,
-            fp8_gather=config.precision.fp8_tp_comm != "none",
-            cache_weights=not layout.reshard_after_forward or layout.fsdp == 1,
-            deferred=queue,
+        context = _layer_context(config, shape, mesh, registry, queue)
+        stages.append(
+            GPTStage(context, backend, config, plan, layout, index, shape.vocab_size, rope, shard)
         )
-        stage = GPTStage(context, backend, config, plan, layout, index, shape.vocab_size, rope)
-        _shard_stage(stage, mesh, dtype)
-        stages.append(stage)
         queues.append(queue)
     if registry is not None:
         registry.finalize(mesh.world.device)
@@ -128,6 +116,36 @@ def build_model(
     )
 
 
+def _layer_context(
+    config: RunConfig,
+    shape: ModelShape,
+    mesh: Mesh,
+    registry: ScaleRegistry | None,
+    queue: DeferredWeightGradients | None,
+) -> LayerContext:
+    """What the layers of one stage share."""
+    layout = mesh.layout
+    factory = ParameterFactory(
+        shape.parameters(),
+        mesh,
+        config.training.seed,
+        config.model.init_method_std,
+        shape.num_layers,
+        shape.vocab_size,
+    )
+    return LayerContext(
+        mesh=mesh,
+        factory=factory,
+        registry=registry,
+        recipe=registry.recipe if registry is not None else None,
+        compute_dtype=DTYPES[config.precision.compute_dtype],
+        sequence_parallel=layout.sequence_parallel and layout.tp > 1,
+        fp8_gather=config.precision.fp8_tp_comm != "none",
+        cache_weights=not layout.reshard_after_forward or layout.fsdp == 1,
+        deferred=queue,
+    )
+
+
 def _rope(config: RunConfig, device: torch.device) -> Rope | None:
     model = config.model
     if model.position_embedding_type != "rope":
@@ -141,17 +159,6 @@ def _rope(config: RunConfig, device: torch.device) -> Rope | None:
             model.rope_original_max_position_embeddings,
         )
     return Rope(model.rotary_dim, model.seq_length, model.rotary_base, scaling, device)
-
-
-def _shard_stage(stage: GPTStage, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Wrap blocks, embedding, output layer and root. The fused fc1 weight is split along h."""
-    dims = {p: 2 for p in stage.parameters() if p.dim() == 3}
-    for block in stage.decoder.layers.values():
-        shard_module(block, mesh, "block", dtype, dims)
-    for part in (stage.embedding, stage.output_layer):
-        if part is not None:
-            shard_module(part, mesh, "other", dtype, dims)
-    shard_module(stage, mesh, "other", dtype, dims)
 
 
 def _check_built(shape: ModelShape, parameters: dict[str, nn.Parameter], mesh: Mesh) -> None:

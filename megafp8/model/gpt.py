@@ -1,5 +1,7 @@
 """One pipeline stage of a GPT: embedding, some blocks, final norm, output layer and loss."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -40,7 +42,22 @@ class GPTStage(nn.Module):
         index: int,
         vocab_size: int,
         rope: Rope | None,
+        built: Callable[[nn.Module, str], None],
     ) -> None:
+        """Build the parts of the stage.
+
+        Args:
+            context: what its layers share.
+            backend: makes linears and norms.
+            config: the run.
+            plan: which linears are FP8.
+            layout: degrees of parallelism.
+            index: of the stage.
+            vocab_size: tokens before padding.
+            rope: rotary tables or None.
+            built: told of each part right after it is built, with the kind of its FSDP traffic, so
+                that only one unsharded block is in memory at a time.
+        """
         super().__init__()
         model, training = config.model, config.training
         self.tp, self.vocab_size = context.mesh.tp, vocab_size
@@ -50,19 +67,24 @@ class GPTStage(nn.Module):
         if self.is_first:
             learned = model.position_embedding_type == "learned_absolute"
             self.embedding = Embedding(context, learned, model.hidden_dropout)
+            built(self.embedding, "other")
         full = training.recompute_granularity == "full"
         # --recompute-num-layers counts blocks of each stage, as Megatron's "block" method does.
         limit = training.recompute_num_layers or layout.layers_per_stage
         blocks: dict[str, nn.Module] = {}
         for position, layer in enumerate(layout.stage_layers(index)):
             recompute = full and position < limit
-            blocks[str(layer)] = Block(context, backend, config, plan, layer, rope, recompute)
+            block = Block(context, backend, config, plan, layer, rope, recompute)
+            built(block, "block")
+            blocks[str(layer)] = block
         final, self.output_layer = None, None
         if self.is_last:
             norm = (model.normalization, model.norm_epsilon)
             final = backend.norm(context, "decoder.final_layernorm", *norm)
             self.output_layer = OutputLayer(context, EMBEDDING if model.tied_embeddings else OUTPUT)
+            built(self.output_layer, "other")
         self.decoder = Decoder(blocks, final)
+        built(self, "other")
 
     def forward(
         self,

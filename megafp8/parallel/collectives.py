@@ -83,7 +83,7 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad = grad.contiguous().clone()
+        grad = grad.clone(memory_format=torch.contiguous_format)
         ctx.group.all_reduce(grad, ctx.kind)
         return grad, None, None
 
@@ -93,7 +93,7 @@ class _ReduceFromGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: CommGroup, kind: str) -> Tensor:
-        total = x.contiguous().clone()
+        total = x.clone(memory_format=torch.contiguous_format)
         group.all_reduce(total, kind)
         return total
 

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from megafp8.config import Layout
 from megafp8.parallel.collectives import CommGroup
@@ -22,11 +23,12 @@ class Mesh:
         world: this process.
         tp_mesh: 1-D mesh of the tensor-parallel ranks (parameters are DTensors on it).
         fsdp_mesh: mesh for `fully_shard`: (fsdp) or (replicate, fsdp) for HSDP.
-        tp, dp, stage, pp, all: groups; dp = replicate x fsdp, stage = dp x tp (the ranks that
-            hold the same pipeline stages), all = the world.
-        model: pp x fsdp x tp, the ranks that together hold one copy of the model.
-        loss: pp x dp, the ranks with this rank's tp coordinate.
+        tp, pp, all: groups of the axes, and the world.
+        stage: replicate x fsdp x tp, the ranks that hold the same pipeline stages.
+        loss: pp x replicate x fsdp, the ranks with this rank's tp coordinate.
         tied: first and last pipeline rank at this rank's dp and tp place (size 1 elsewhere).
+        pp_rank, tp_rank, replica: coordinates.
+        dp_rank: place among all data-parallel ranks, replica x fsdp.
     """
 
     layout: Layout
@@ -35,16 +37,15 @@ class Mesh:
     tp_mesh: DeviceMesh
     fsdp_mesh: DeviceMesh
     tp: CommGroup
-    dp: CommGroup
     pp: CommGroup
     stage: CommGroup
-    model: CommGroup
     loss: CommGroup
     all: CommGroup
     tied: CommGroup
     pp_rank: int
     dp_rank: int
     tp_rank: int
+    replica: int
 
 
 def _groups(layout: Layout, vary: set[str]) -> list[list[int]]:
@@ -62,44 +63,50 @@ def _groups(layout: Layout, vary: set[str]) -> list[list[int]]:
 
 
 class _GroupCache:
-    """Creates each distinct set of rank lists once: every extra NCCL communicator costs memory."""
+    """Creates each distinct set of rank lists once: every extra NCCL communicator costs memory.
 
-    def __init__(self, layout: Layout, world: World, traffic: Traffic) -> None:
-        self.layout, self.world, self.traffic = layout, world, traffic
-        self.known: dict[str, CommGroup] = {}
+    DeviceMesh would make its groups with torch's default timeout (30 minutes on gloo, whatever the
+    world's is), so they are made here and handed to it.
+    """
 
-    def adopt(self, lists: list[list[int]], process_group: dist.ProcessGroup) -> CommGroup:
-        group = CommGroup(process_group, self.traffic)
-        self.known[str(lists)] = group
-        return group
+    def __init__(self, world: World, traffic: Traffic) -> None:
+        self.world, self.traffic = world, traffic
+        everyone = [list(range(world.size))]
+        self.known: dict[str, dist.ProcessGroup | None] = {str(everyone): dist.group.WORLD}
 
-    def get(self, lists: list[list[int]]) -> CommGroup:
-        """The group of `lists` that holds this rank; a collective call on all ranks."""
+    def process_group(self, lists: list[list[int]]) -> dist.ProcessGroup | None:
+        """The group of `lists` that holds this rank, None if none does; a call on all ranks."""
         key = str(lists)
         if key not in self.known:
             mine = None
-            if max(len(ranks) for ranks in lists) > 1:
-                for ranks in lists:
-                    if len(ranks) > 1:
-                        made = dist.new_group(ranks)
-                        mine = made if self.world.rank in ranks else mine
-            self.known[key] = CommGroup(mine, self.traffic)
+            for ranks in lists:
+                made = dist.new_group(ranks, timeout=self.world.timeout)
+                mine = made if self.world.rank in ranks else mine
+            self.known[key] = mine
         return self.known[key]
+
+    def get(self, lists: list[list[int]]) -> CommGroup:
+        """As `process_group`, counted; groups of one rank need no process group."""
+        if max(len(ranks) for ranks in lists) == 1:
+            return CommGroup(None, self.traffic)
+        return CommGroup(self.process_group(lists), self.traffic)
 
 
 def build_mesh(layout: Layout, world: World) -> Mesh:
     """Build the grid; a collective call on all ranks of the world."""
     assert layout.world_size == world.size
-    traffic = Traffic()
     sizes = (layout.pp, layout.replicate, layout.fsdp, layout.tp)
-    device_mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=AXES)
-    cache = _GroupCache(layout, world, traffic)
-    everyone = cache.adopt([list(range(world.size))], dist.group.WORLD)
-    groups = {}
-    for axis in AXES:
-        groups[axis] = cache.adopt(_groups(layout, {axis}), device_mesh.get_group(axis))
+    traffic = Traffic()
+    cache = _GroupCache(world, traffic)
+    axis_groups = [cache.process_group(_groups(layout, {axis})) for axis in AXES]
+    device_mesh = DeviceMesh.from_group(
+        [group for group in axis_groups if group is not None],
+        world.device.type,
+        mesh=torch.arange(world.size, dtype=torch.int).view(sizes),
+        mesh_dim_names=AXES,
+    )
     ends = [[ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in _groups(layout, {"pp"})]
-    pp_rank, replicate, fsdp, tp_rank = (device_mesh.get_local_rank(axis) for axis in AXES)
+    place = layout.coordinates(world.rank)
     hybrid = layout.replicate > 1
     return Mesh(
         layout=layout,
@@ -107,15 +114,14 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
         traffic=traffic,
         tp_mesh=device_mesh["tp"],
         fsdp_mesh=device_mesh["replicate", "fsdp"] if hybrid else device_mesh["fsdp"],
-        tp=groups["tp"],
-        pp=groups["pp"],
-        dp=cache.get(_groups(layout, {"replicate", "fsdp"})),
+        tp=CommGroup(axis_groups[AXES.index("tp")], traffic),
+        pp=CommGroup(axis_groups[AXES.index("pp")], traffic),
         stage=cache.get(_groups(layout, {"replicate", "fsdp", "tp"})),
-        model=cache.get(_groups(layout, {"pp", "fsdp", "tp"})),
         loss=cache.get(_groups(layout, {"pp", "replicate", "fsdp"})),
-        all=everyone,
+        all=cache.get([list(range(world.size))]),
         tied=cache.get(ends),
-        pp_rank=pp_rank,
-        dp_rank=replicate * layout.fsdp + fsdp,
-        tp_rank=tp_rank,
+        pp_rank=place.pp_rank,
+        dp_rank=place.replica * layout.fsdp + place.shard,
+        tp_rank=place.tp_rank,
+        replica=place.replica,
     )

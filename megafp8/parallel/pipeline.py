@@ -85,7 +85,7 @@ class PipelineRunner:
         stages: this rank's stage modules in the order of `layout.stage_indices`.
         mesh: the grid.
         schedule: a key of SCHEDULES (ignored without pipeline parallelism).
-        boundary: meta-free example of a boundary tensor's shape [s(/tp), b, h].
+        boundary: shape of a boundary tensor, [s(/tp), b, h].
         boundary_dtype: dtype of boundary tensors.
         deferred: one queue per stage for zero-bubble schedules, else None.
     """
@@ -128,7 +128,9 @@ class PipelineRunner:
             return self._train_alone(micro_batches)
         count = len(micro_batches)
         if count not in self._schedules:
-            self._schedules[count] = self._build_schedule(count)
+            # Only the newest is kept (a batch ramp changes the count): each holds receive buffers
+            # for all its micro-batches.
+            self._schedules = {count: self._build_schedule(count)}
         merged = {k: torch.cat([m[k] for m in micro_batches]) for k in micro_batches[0]}
         tokens = merged.pop("tokens")
         losses: list[Tensor] = []
@@ -185,7 +187,7 @@ class PipelineRunner:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: list[dict[str, Tensor]]) -> Tensor:
-        """Forward only. Chunk by chunk, so that each rank's chunk is pipelined over micro-batches.
+        """Forward only.
 
         Returns:
             fp32 scalar: the sum of token losses (0 on ranks without the last stage).
@@ -198,29 +200,29 @@ class PipelineRunner:
     @torch.no_grad()
     def forward(self, micro_batches: list[dict[str, Tensor]]) -> list[Tensor]:
         """Outputs of the last stage per micro-batch ([] on ranks without it)."""
-        owner = {
-            index: rank
-            for rank in range(self.mesh.layout.pp)
-            for index in self.mesh.layout.stage_indices(rank)
-        }
+        layout, rank = self.mesh.layout, self.mesh.pp_rank
+        owner = {i: r for r in range(layout.pp) for i in layout.stage_indices(r)}
+        modules = dict(zip(self.indices, self.modules, strict=True))
         kept: dict[tuple[int, int], Tensor] = {}
         pending: list[tuple[dist.Work | None, Tensor]] = []
         outputs: list[Tensor] = []
-        for index, module in sorted(zip(self.indices, self.modules, strict=True)):
-            for number, micro_batch in enumerate(micro_batches):
-                if index == 0:
-                    x = micro_batch["tokens"]
-                elif owner[index - 1] == self.mesh.pp_rank:
-                    x = kept.pop((index - 1, number))
-                else:
-                    x = self._receive(owner[index - 1])
-                y = module(x, **_rest(micro_batch))
-                if index == self.last_index:
-                    outputs.append(y)
-                elif owner[index + 1] == self.mesh.pp_rank:
-                    kept[index, number] = y
-                else:
-                    pending.append((self._send(y, owner[index + 1]), y))
+        for index, number in forward_order(
+            self.indices, layout.pp, self.schedule, len(micro_batches)
+        ):
+            micro_batch = micro_batches[number]
+            if index == 0:
+                x = micro_batch["tokens"]
+            elif owner[index - 1] == rank:
+                x = kept.pop((index - 1, number))
+            else:
+                x = self._receive(owner[index - 1])
+            y = modules[index](x, **_rest(micro_batch))
+            if index == self.last_index:
+                outputs.append(y)
+            elif owner[index + 1] == rank:
+                kept[index, number] = y
+            else:
+                pending.append((self._send(y, owner[index + 1]), y))
         for work, _ in pending:
             if work is not None:
                 work.wait()
@@ -235,6 +237,24 @@ class PipelineRunner:
         x = torch.empty(self.boundary, dtype=self.boundary_dtype, device=self.mesh.world.device)
         dist.recv(x, group=self.mesh.pp.process_group, group_src=pp_rank)
         return x
+
+
+def forward_order(
+    indices: Sequence[int], pp: int, schedule: str, num_microbatches: int
+) -> list[tuple[int, int]]:
+    """(stage, micro-batch) in the order in which a rank runs a forward-only pass.
+
+    Stage by stage, so that each is pipelined over micro-batches. NCCL runs a rank's sends and
+    receives one after another, each waiting for its peer. In the interleaved schedule the last rank
+    sends back to the first, which must have turned to receiving by then: with pp or more
+    micro-batches at a time the circle of waiting would close, hence groups of pp - 1.
+    """
+    size = max(pp - 1, 1) if schedule == "interleaved" else max(num_microbatches, 1)
+    order = []
+    for start in range(0, num_microbatches, size):
+        group = range(start, min(start + size, num_microbatches))
+        order += [(index, number) for index in sorted(indices) for number in group]
+    return order
 
 
 def _rest(micro_batch: dict[str, Tensor]) -> dict[str, Tensor]:

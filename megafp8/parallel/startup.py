@@ -20,6 +20,7 @@ class World:
         local_rank: rank on this node.
         device: where this rank's tensors live.
         backend: "nccl" or "gloo".
+        timeout: of every collective, None for torch's default.
     """
 
     rank: int
@@ -27,6 +28,7 @@ class World:
     local_rank: int
     device: torch.device
     backend: str
+    timeout: timedelta | None = None
 
 
 def choose_backend(requested: str | None) -> str:
@@ -86,7 +88,7 @@ def start(
             timeout=timeout,
             device_id=device if name == "nccl" else None,
         )
-    return World(rank, world_size, local_rank, device, name)
+    return World(rank, world_size, local_rank, device, name, timeout)
 
 
 def stop() -> None:

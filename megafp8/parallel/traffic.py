@@ -52,13 +52,11 @@ class Traffic:
     def __init__(self) -> None:
         self._bytes: dict[tuple[str, torch.dtype], int] = defaultdict(int)
         self._calls: dict[str, int] = defaultdict(int)
-        self.enabled = True
 
     def _add(self, kind: str, dtype: torch.dtype, sent: int) -> None:
         assert kind in KINDS, kind
-        if self.enabled:
-            self._bytes[kind, dtype] += sent
-            self._calls[kind] += 1
+        self._bytes[kind, dtype] += sent
+        self._calls[kind] += 1
 
     def gathered(self, kind: str, full: Tensor, size: int) -> None:
         """One all-gather or reduce-scatter whose full (unsharded) tensor is `full`."""

@@ -133,15 +133,6 @@ class BatchSizeSchedule:
                     f"{micro_batch_size} * data parallel size {data_parallel_size} = {unit}"
                 )
 
-    def num_microbatches(
-        self, consumed_samples: int, micro_batch_size: int, data_parallel_size: int
-    ) -> int:
-        """Return the micro-batches that each data-parallel rank runs in this iteration."""
-        unit = micro_batch_size * data_parallel_size
-        size = self.batch_size(consumed_samples)
-        assert size % unit == 0, f"batch size {size} is not a multiple of {unit}"
-        return size // unit
-
     def _ramping(self, consumed_samples: int) -> bool:
         """Say whether the ramp decides; a ramp over 0 samples or of 0 steps never does."""
         return 0 < self.ramp_samples >= consumed_samples and self.start < self.global_batch_size

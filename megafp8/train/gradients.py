@@ -36,8 +36,10 @@ class Gradients:
         for name, parameter in model.parameters.items():
             copy = model.tied and name == OUTPUT
             spec = model.specs[EMBEDDING if copy else name]
-            # A tp-replicated parameter counts on tp rank 0, a tied embedding on the first stage.
-            counts = not copy and (spec.tp_dim is not None or mesh.tp_rank == 0)
+            # A tp-replicated parameter counts on tp rank 0, a tied embedding on the first stage,
+            # each shard on the first replica.
+            first = mesh.replica == 0 and (spec.tp_dim is not None or mesh.tp_rank == 0)
+            counts = first and not copy
             shard = parameter.to_local().detach()  # type: ignore[attr-defined]
             self.entries.append(_Entry(name, parameter, shard, counts))
         self._by_name = {entry.name: entry for entry in self.entries}
@@ -93,12 +95,25 @@ class Gradients:
         return entry.shard.grad
 
     @torch.no_grad()
-    def norm(self) -> Tensor:
-        """Global 2-norm of the raw gradients, fp32 scalar, equal on all ranks."""
-        counted = [self._grad(e) for e in self.entries if e.counts and e.shard.numel()]
-        local = get_total_norm(counted) if counted else torch.zeros(())
-        square = local.float().square().to(self.mesh.world.device)
-        self.mesh.model.all_reduce(square, "grad_norm")
+    def norm(self, more: Tensor | float = 0.0) -> Tensor:
+        """Global 2-norm of the raw gradients, fp64 scalar, one value on all ranks of the world.
+
+        Not finite if any gradient on any rank is not: also one of a copy that does not count, whose
+        NaN would go into that copy alone and never show in what is saved.
+
+        Args:
+            more: added to this rank's sum of squares; inf makes the norm inf everywhere.
+        """
+        groups: dict[bool, list[Tensor]] = {True: [], False: []}
+        for entry in self.entries:
+            if entry.shard.numel():
+                groups[entry.counts].append(self._grad(entry))
+        square = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device) + more
+        if groups[True]:
+            square += get_total_norm(groups[True]).double().square()
+        if groups[False]:
+            square += 0.0 * get_total_norm(groups[False]).double().square()  # inf * 0 is NaN
+        self.mesh.all.all_reduce(square, "grad_norm")
         return square.sqrt()
 
     @torch.no_grad()
@@ -113,7 +128,7 @@ class Gradients:
         for entry in self.entries:
             if entry.counts:
                 count += (self._grad(entry) == 0).sum()
-        self.mesh.model.all_reduce(count, "grad_norm")
+        self.mesh.all.all_reduce(count, "grad_norm")
         return int(count)
 
     def nonfinite_names(self) -> list[str]:

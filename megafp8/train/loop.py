@@ -1,5 +1,6 @@
 """The loop over iterations: batch, step, report, evaluate, save."""
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         data, training, layout = self.config.data, self.config.training, self.mesh.layout
-        self._last_saved = -1
+        self._last_saved = self.state.iteration  # a loaded state is on disk already
         self._train_loader = BatchLoader(
             self.datasets.train,
             self.shape.seq_length,
@@ -110,7 +111,7 @@ class Loop:
         limit = self.config.training.exit_duration_in_mins
         if limit is None:
             return False
-        # Clocks differ between ranks: all follow the slowest one.
+        # Clocks differ between ranks: the first to be late decides for all.
         late = torch.tensor(
             [time.monotonic() - started >= limit * 60],
             dtype=torch.int32,
@@ -142,14 +143,13 @@ class Loop:
         batches = self._train_loader.batch(state.consumed_samples, batch_size)
         micro_batches = to_tensors(batches, self.mesh, seed, state.iteration)
         result = self.step.run(micro_batches, learning_rate, state.iteration + 1)
-        # The step ended with the norm on the host, so the device is done but for the update.
-        seconds = time.perf_counter() - began
         state.iteration += 1
         state.consumed_samples += batch_size
         state.skipped_iterations += result.skipped
-        state.nan_iterations += result.loss != result.loss
+        state.nan_iterations += not math.isfinite(result.loss)
         params_norm = parameter_norm(self.step) if self.config.logging.log_params_norm else None
         comm_bytes, comm_calls, memory = self._over_ranks()
+        seconds = time.perf_counter() - began  # the gather above waited for the optimizer too
         valid_loss = self._evaluate() if self._due(self.config.training.eval_interval) else None
         tokens = batch_size * self.shape.seq_length
         rate = tokens / seconds

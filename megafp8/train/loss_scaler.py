@@ -26,6 +26,11 @@ class LossScaler(Protocol):
         """The factor on the loss now."""
         ...
 
+    @property
+    def can_back_off(self) -> bool:
+        """Whether an overflow may yet be cured by a smaller scale."""
+        ...
+
     def update(self, found_nonfinite: bool) -> None:
         """Learn whether this iteration's gradients, over all ranks, had a non-finite value."""
         ...
@@ -49,6 +54,11 @@ class ConstantLossScaler:
     def scale(self) -> float:
         """The factor on the loss."""
         return self._scale
+
+    @property
+    def can_back_off(self) -> bool:
+        """Never: the scale stays."""
+        return False
 
     def update(self, found_nonfinite: bool) -> None:
         """Do nothing."""
@@ -95,6 +105,11 @@ class DynamicLossScaler:
     def scale(self) -> float:
         """The factor on the loss now."""
         return self._scale
+
+    @property
+    def can_back_off(self) -> bool:
+        """Whether the scale is above its minimum."""
+        return self._scale > self.min_scale
 
     def update(self, found_nonfinite: bool) -> None:
         """Learn whether this iteration's gradients, over all ranks, had a non-finite value."""

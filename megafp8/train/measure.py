@@ -24,5 +24,5 @@ def parameter_norm(step: TrainingStep) -> float:
     for entry in gradients.entries:
         if entry.counts:
             square += entry.shard.double().square().sum()
-    gradients.mesh.model.all_reduce(square, "grad_norm")
+    gradients.mesh.all.all_reduce(square, "grad_norm")
     return float(square.sqrt())

@@ -5,13 +5,12 @@ fp32 tensors behind them, so updates are element-wise on plain tensors, one fuse
 them, and an uneven layout that leaves a rank without rows is a tensor of zero rows.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megafp8.config.optimizer import OptimizerConfig
-from megafp8.errors import CheckpointError
 
 SGD_MOMENTUM = 0.9  # Megatron's --sgd-momentum default
 
@@ -155,36 +154,3 @@ def optimizer_tensors(
         for name in (shards if names is None else names)
         for key, value in optimizer.state[shards[name]].items()
     }
-
-
-@torch.no_grad()
-def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Copy a complete state into the optimizer, bit for bit.
-
-    `Optimizer.load_state_dict` is not used: it casts state to the parameter's dtype.
-
-    Args:
-        optimizer: From `build_optimizer`.
-        tensors: What `optimizer_tensors` gave for the same parameters.
-
-    Raises:
-        CheckpointError: A tensor is missing, unknown, or of another shape or dtype. Nothing has
-            been changed then.
-    """
-    own = optimizer_tensors(optimizer)
-    for problem, keys in (("lacks", own.keys() - tensors), ("has unknown", tensors.keys() - own)):
-        if keys:
-            raise CheckpointError(
-                f"optimizer state {problem} {min(keys)} ({len(keys)} tensors in all)"
-            )
-    for key, target in own.items():
-        source = tensors[key]
-        if source.shape != target.shape or source.dtype != target.dtype:
-            raise CheckpointError(
-                f"{key}: found {list(source.shape)} {source.dtype}, "
-                f"needed {list(target.shape)} {target.dtype}"
-            )
-    for key, target in own.items():
-        target.copy_(tensors[key])

@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megafp8.checkpoint import CheckpointRecord, load_tensors, read_record, save_checkpoint
+from megafp8.checkpoint.scale_state import scale_targets, take_scales
 from megafp8.config import RunConfig
 from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
 from megafp8.parallel.mesh import Mesh
+from megafp8.train.continuity import check_same_run
 from megafp8.train.loss_scaler import LossScaler
 from megafp8.train.optimizer import optimizer_tensors
 from megafp8.train.step import TrainingStep
@@ -129,27 +131,13 @@ def load_state(path: Path, step: TrainingStep, config: RunConfig, scaler: LossSc
     checkpoint = config.checkpoint
     with_optimizer = not (checkpoint.no_load_optim or checkpoint.finetune)
     record = read_record(path)
+    check_same_run(path, record, config)
     tensors = state_tensors(step, with_optimizer, loading=True)
     registry = step.model.registry
-    scales: dict[str, Tensor] = {}
-    if registry is not None:
-        for key, value in registry.tensors().items():
-            found = record.tensors.get(key)
-            shape = found.shape if found is not None else tuple(value.shape)
-            scales[key] = torch.zeros(shape, dtype=torch.float32)
+    scales = scale_targets(registry, record)
     missing = load_tensors(path, tensors | scales, _optional(with_optimizer))
     _copy_tied(step, with_optimizer)
-    if registry is not None:
-        lacking = set(missing)
-        fresh = registry.load({k: v for k, v in scales.items() if k not in lacking})
-        if fresh:
-            log.warning(
-                "%s holds no scale state for %d of %d FP8 tensors; they start with scale 1 and an "
-                "empty history",
-                path,
-                fresh,
-                len(registry),
-            )
+    take_scales(registry, scales, missing, path)
     if checkpoint.finetune:
         log.info("loaded the weights of %s; training starts at iteration 0 (--finetune)", path)
         return TrainState()

@@ -70,14 +70,17 @@ class TrainingStep:
             TrainingError: on all ranks, after `max_consecutive_bad_steps` skipped steps in a row.
         """
         scale = self.loss_scaler.scale
-        loss_sum = self.model.runner.train(micro_batches, scale)
-        loss_sum, tokens = self._totals(loss_sum, micro_batches)
+        local_loss = self.model.runner.train(micro_batches, scale)
+        totals = self._totals(local_loss, micro_batches)
         self.gradients.collect()
-        raw_norm = float(self.gradients.norm())
+        norm = self.gradients.norm(self._hidden_fault(local_loss))
+        # The one wait for the device: everything above is in its queue by now.
+        loss_sum, tokens, raw_norm = torch.cat((totals, norm.reshape(1))).tolist()
         divisor = tokens * scale if tokens else 1.0
         grad_norm = raw_norm / divisor
         zeros = self.gradients.zeros() if self.config.logging.log_num_zeros_in_grad else None
-        finite = math.isfinite(raw_norm) and math.isfinite(loss_sum)
+        # The norm alone decides: it is one number on all ranks, so that all take one way.
+        finite = math.isfinite(raw_norm)
         skipped = not finite or tokens == 0
         if skipped:
             self._report_skip(iteration, tokens)
@@ -87,22 +90,33 @@ class TrainingStep:
             self.gradients.scale(clipped / divisor)
         take_step(self.optimizer, learning_rate, skip=skipped)
         self._update_scales(skipped)
+        overflow = not finite and math.isfinite(loss_sum) and self.loss_scaler.can_back_off
         self.loss_scaler.update(not finite)
-        self._count_bad(iteration, finite)
+        self._count_bad(iteration, finite or overflow)
         loss = loss_sum / tokens if tokens else 0.0
         return StepResult(loss, grad_norm, tokens, skipped, zeros)
 
-    def _totals(
-        self, loss_sum: Tensor, micro_batches: list[dict[str, Tensor]]
-    ) -> tuple[float, float]:
-        """(loss sum, counted tokens) of the global batch, from the ranks with the last stage."""
+    def _totals(self, local_loss: Tensor, micro_batches: list[dict[str, Tensor]]) -> Tensor:
+        """Fp64 [2]: loss sum and counted tokens of the global batch, from the last stages."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.world.device)
         if self.model.runner.has_last:
-            totals[0] = loss_sum
+            totals[0] = local_loss
             totals[1] = sum(batch["loss_mask"].sum(dtype=torch.float64) for batch in micro_batches)
         self.mesh.loss.all_reduce(totals, "loss")
-        total_loss, tokens = totals.tolist()
-        return total_loss, tokens
+        return totals
+
+    def _hidden_fault(self, local_loss: Tensor) -> Tensor:
+        """Inf if this rank saw a fault that its gradients may not show, else 0.
+
+        A loss that is not finite; and an inf or NaN in a tensor that was cast to FP8, since the
+        cast turns inf into the largest FP8 number. With `nonfinite_amax="freeze"`, which is
+        TransformerEngine's way, such a step is taken.
+        """
+        fault = ~local_loss.isfinite()
+        registry = self.model.registry
+        if registry is not None and registry.recipe.nonfinite_amax == "skip":
+            fault = fault | ~registry.pending_amax.isfinite().all()
+        return torch.where(fault, torch.inf, 0.0)
 
     def _update_scales(self, skipped: bool) -> None:
         """The single update of all FP8 scales: one MAX all-reduce of one flat vector."""
@@ -124,22 +138,30 @@ class TrainingStep:
         if tokens == 0:
             log.warning("iteration %d: no token counts in the loss; step skipped", iteration)
             return
-        names = self.gradients.nonfinite_names()
+        names = self.gradients.nonfinite_names() or self._nonfinite_casts()
         everyone: list[list[str]] = [[] for _ in range(self.mesh.world.size)]
         dist.all_gather_object(everyone, names)
         found = [f"{names[0]} on rank {rank}" for rank, names in enumerate(everyone) if names]
         log.warning(
-            "iteration %d: gradient not finite in %s (%d parameters over all ranks); step skipped "
+            "iteration %d: gradient not finite in %s (%d tensors over all ranks); step skipped "
             "on all ranks",
             iteration,
             ", ".join(found[:4]) or "the loss alone",
             sum(len(names) for names in everyone),
         )
 
-    def _count_bad(self, iteration: int, finite: bool) -> None:
-        """Stop after too many bad steps; FP16 overflows do not count: they find its scale."""
+    def _nonfinite_casts(self) -> list[str]:
+        """This rank's FP8 tensors that held an inf or NaN in this step."""
+        registry = self.model.registry
+        if registry is None:
+            return []
+        bad = (~registry.pending_amax.isfinite()).nonzero().flatten().tolist()
+        return [f"{registry.keys[index][0]} (FP8 {registry.keys[index][1]})" for index in bad]
+
+    def _count_bad(self, iteration: int, good: bool) -> None:
+        """Stop after too many bad steps in a row; one that lowers the loss scale is none."""
         training = self.config.training
-        if finite or self.config.precision.fp16:
+        if good:
             self.bad_steps_in_a_row = 0
             return
         self.bad_steps_in_a_row += 1

@@ -151,11 +151,6 @@ def test_exit_codes_of_a_run_that_fails(
         assert capsys.readouterr().err.splitlines()[-1] == PREFIX + text
         assert main(PARITY, ranks(1)) == code
         assert capsys.readouterr().err == ""
-    own = DataError("only here")
-    own.own_rank = True  # type: ignore[attr-defined]
-    fail_with(monkeypatch, own)
-    assert main(PARITY, ranks(1)) == 2
-    assert "only here" in capsys.readouterr().err
     fail_with(monkeypatch, KeyboardInterrupt())
     assert main(PARITY, {}) == 130
     capsys.readouterr()

@@ -40,7 +40,11 @@ def losses_and_gradient(vocab: int, dtype: torch.dtype, spread: float):
     "vocab, dtype, spread",
     [
         (32, torch.float32, 3.0),  # no padding
-        (20, torch.float32, 3.0),  # on 4 ranks of 8 columns: rank 2 half padding, rank 3 nothing else
+        (
+            20,
+            torch.float32,
+            3.0,
+        ),  # on 4 ranks of 8 columns: rank 2 half padding, rank 3 nothing else
         (20, torch.float32, 1e4),  # exp of a logit overflows
         (20, torch.bfloat16, 3.0),
         (3, torch.float32, 3.0),  # three ranks of four are padding alone

@@ -72,7 +72,7 @@ def test_gradient_of_a_frequent_token_is_fp32():
 
 
 def padding_after_training(tied: bool):
-    """Padding rows of this rank's tables after steps with weight decay, and how far others moved."""
+    """Padding rows of this rank's tables after steps with decay, and how far others moved."""
     changes = {
         "untie_embeddings_and_output_weights": not tied,
         "tensor_model_parallel_size": torch.distributed.get_world_size(),

@@ -76,9 +76,7 @@ def test_products_match_the_exact_reference():
     wanted_dx = reference.gemm(dy8, E5M2, w8, E4M3, inverse("grad_output", "weight"))
     wanted_dw = reference.gemm(dy8.T, E5M2, x8, E4M3, inverse("grad_output", "input"))
     found = {"y": y, "dx": leaf.grad, "dw": linear.weight.grad.to_local()}
-    for (name, tensor), exact in zip(
-        found.items(), (wanted_y, wanted_dx, wanted_dw), strict=True
-    ):
+    for (name, tensor), exact in zip(found.items(), (wanted_y, wanted_dx, wanted_dw), strict=True):
         assert tensor.dtype == torch.bfloat16 and tensor.shape == exact.shape, name
         assert ulps_apart(tensor, rounded(exact)) <= 1, name
     plain = x.float() @ linear.weight.data.to_local().float().t()

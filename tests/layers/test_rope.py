@@ -1,4 +1,4 @@
-"""Rotary positions against complex multiplication in fp64, and Llama 3's rescaling of frequencies."""
+"""Rotary positions against complex products in fp64, and Llama 3's rescaled frequencies."""
 
 import math
 

@@ -113,7 +113,9 @@ class Run:
     def state(self) -> dict[str, Tensor]:
         """Copies of everything that a step changes: masters, optimizer state, scales, windows."""
         state = self.shards()
-        state |= {key: value.clone() for key, value in optimizer_tensors(self.step.optimizer).items()}
+        state |= {
+            key: value.clone() for key, value in optimizer_tensors(self.step.optimizer).items()
+        }
         return state | registry_state(self.model.registry)
 
 
@@ -239,7 +241,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def ulps_apart(found: Tensor, wanted: Tensor) -> int:
-    """Largest distance of two bf16 tensors in steps of the bf16 grid (zeros of both signs equal)."""
+    """Largest distance of two bf16 tensors in steps of the grid; zeros of both signs are equal."""
+
     def order(tensor: Tensor) -> Tensor:
         bits = tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).int()
         return torch.where(bits < 0, -(bits & 0x7FFF), bits)

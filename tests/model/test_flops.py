@@ -24,7 +24,11 @@ def test_gelu_has_one_half_of_fc1():
 
 @pytest.mark.parametrize(
     "device, precision, wanted",
-    [("NVIDIA H200", "fp8", 1979.0), ("NVIDIA H100 80GB HBM3", "bf16", 989.0), ("cpu", "bf16", None)],
+    [
+        ("NVIDIA H200", "fp8", 1979.0),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.0),
+        ("cpu", "bf16", None),
+    ],
 )
 def test_peaks(device, precision, wanted):
     assert peak_tflops(device, precision) == wanted

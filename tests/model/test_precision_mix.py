@@ -1,4 +1,4 @@
-"""FP8 beside BF16 in one model: which layers are what, why, and that the BF16 ones are untouched."""
+"""FP8 beside BF16 in one model: which layers are what, why, and the BF16 ones untouched."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megafp8.errors import PrecisionError
-from megafp8.layers.native.linear import Fp8Linear, HighPrecisionLinear
 from megafp8.launch.dry_run import preflight
+from megafp8.layers.native.linear import Fp8Linear, HighPrecisionLinear
 from megafp8.numerics import DIMENSION_MULTIPLE
 from tests.model.small import FP8, GPT2, LLAMA, Run, micro_batches, small_config, start_run
 
@@ -108,9 +108,7 @@ def train_misfits(**changes):
     ],
 )
 def test_linears_that_do_not_fit_are_bf16_with_the_reason(ranks, size, changes, misfits):
-    answers = ranks.run(
-        train_misfits, world_size=size, tensor_model_parallel_size=size, **changes
-    )
+    answers = ranks.run(train_misfits, world_size=size, tensor_model_parallel_size=size, **changes)
     plan, losses, kinds = answers[0]
     for item in plan.linears:
         kind = item.name.rpartition(".")[2]

@@ -31,7 +31,13 @@ from megafp8.precision import PrecisionPlan, recipe_from_config
 from megafp8.train.batch_size import BatchSizeSchedule
 from megafp8.train.loss_scaler import build_loss_scaler
 from megafp8.train.schedule import LearningRateSchedule
-from megafp8.train.state import TrainState, load_state, save_state, state_tensors
+from megafp8.train.state import (
+    TrainState,
+    _placed_like,
+    load_state,
+    save_state,
+    state_tensors,
+)
 from megafp8.train.step import StepResult, TrainingStep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,6 +128,28 @@ class Training:
             if after is not None:
                 after(self)
         return curve
+
+    def step_with_gradients(self) -> tuple[StepResult, dict[str, Tensor]]:
+        """Run one iteration; with it this rank's stages' gradients of the *sum* of token losses.
+
+        They are taken where the norm is, complete and not yet scaled, and gathered whole;
+        collective over the stage's ranks.
+        """
+        gradients, found = self.step.gradients, {}
+        norm = gradients.norm
+
+        def norm_and_copy(*arguments: Any) -> Tensor:
+            for entry in gradients.entries:
+                assert entry.shard.grad is not None
+                placed = _placed_like(entry.parameter, entry.shard.grad.clone())
+                found[entry.name] = placed.full_tensor()
+            return norm(*arguments)
+
+        gradients.norm = norm_and_copy  # type: ignore[method-assign]
+        try:
+            return self.one_step(), found
+        finally:
+            gradients.norm = norm  # type: ignore[method-assign]
 
     def save(self, root: str | Path) -> str:
         """Write a checkpoint below `root` and return its directory."""

@@ -29,7 +29,8 @@ def plant(run: Run, embedding: bool) -> None:
 
     3 and 4 in the two tensor-parallel shards of a weight (both in the only one without tensor
     parallelism), 12 in a replicated norm, 84 in the tied embedding as 60 from the first stage and
-    24 from the last (two parameters also where one rank holds both); each on one FSDP rank. With sequence parallelism the norm's is a partial sum.
+    24 from the last (two parameters also where one rank holds both). Each is on one FSDP rank. With
+    sequence parallelism the norm's is a partial sum.
     """
     layout, mesh = run.mesh.layout, run.mesh
     shard = mesh.dp_rank % layout.fsdp

@@ -135,9 +135,7 @@ def test_a_batch_without_any_token_is_skipped(ranks, precision):
 
 def test_dy_keeps_its_size_whatever_the_batch(ranks):
     """The backward starts from the sum: E5M2 sees the same gradients at any batch size."""
-    amaxes = [
-        ranks.run(last_amaxes, world_size=1, global_batch_size=size)[0] for size in (2, 8)
-    ]
+    amaxes = [ranks.run(last_amaxes, world_size=1, global_batch_size=size)[0] for size in (2, 8)]
     # The larger batch holds the smaller one's samples; the maximum grows by chance alone.
     assert all(1.0 <= large / small < 4.0 for small, large in zip(*amaxes, strict=True))
 

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from megafp8.config.optimizer import OptimizerConfig
-from megafp8.errors import CheckpointError
 from megafp8.train.optimizer import (
     NamedShard,
     build_optimizer,
-    load_optimizer_tensors,
     optimizer_tensors,
     take_step,
     wants_decay,
@@ -150,7 +148,9 @@ def test_loaded_state_is_exact_and_continues_bit_equal(kind):
     optimizer_tensors(source)[f"optimizer.decoder.final_layernorm.weight.{key}"].fill_(EXACT)
     saved = copy.deepcopy(optimizer_tensors(source))
 
-    load_optimizer_tensors(target, saved)
+    with torch.no_grad():  # as a checkpoint is loaded: in place
+        for name, tensor in optimizer_tensors(target).items():
+            tensor.copy_(saved[name])
     for old, new in zip(first, second, strict=True):
         new.shard.copy_(old.shard)
     assert_bit_equal(snapshot(source, first), snapshot(target, second))
@@ -160,33 +160,6 @@ def test_loaded_state_is_exact_and_continues_bit_equal(kind):
     train(source, first, range(2, 4))
     train(target, second, range(2, 4))
     assert_bit_equal(snapshot(source, first), snapshot(target, second))
-
-
-@pytest.mark.parametrize(
-    "damage, message",
-    [
-        (lambda t: t.pop("optimizer.output_layer.weight.step"), "lacks .*output_layer.weight.step"),
-        (lambda t: t.update({"optimizer.x.step": torch.zeros(())}), "has unknown optimizer.x.step"),
-        (
-            lambda t: t.update({"optimizer.output_layer.weight.exp_avg": torch.zeros(1, 4)}),
-            r"output_layer.weight.exp_avg: found \[1, 4\] .*, needed \[0, 4\]",
-        ),
-        (
-            lambda t: t.update({k: v.bfloat16() for k, v in t.items() if k.endswith("exp_avg")}),
-            "found .* torch.bfloat16, needed .* torch.float32",
-        ),
-    ],
-    ids=["missing", "unknown", "shape", "dtype"],
-)
-def test_a_state_that_does_not_fit_is_refused_before_anything_changes(damage, message):
-    parameters = shards()
-    optimizer = build_optimizer(config(), parameters)
-    tensors = {name: torch.ones_like(value) for name, value in optimizer_tensors(optimizer).items()}
-    damage(tensors)
-    before = snapshot(optimizer, parameters)
-    with pytest.raises(CheckpointError, match=message):
-        load_optimizer_tensors(optimizer, tensors)
-    assert_bit_equal(before, snapshot(optimizer, parameters))
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,11 @@ class _LinearFunction(torch.autograd.Function):
         w = operands.weight(weights[0].flatten(0, -2)) if weights else ctx.kept_weight
         dy2 = grad.reshape(-1, grad.shape[-1])
         dy_saved, dy = operands.enter("grad_output", dy2, layer.gathers_grad)
+        # x is gathered before dx is reduced: both use one communicator, and in this order the
+        # reduce-scatter runs under wgrad.
+        x_early = None
+        if ctx.needs_input_grad[1] and layer.deferred is None:
+            x_early = operands.gather_again(x_saved, layer.gathers_input)
         dx, work = None, None
         if ctx.needs_input_grad[0]:
             dx = operands.dgrad(dy, w)  # [m, n] @ [n, k] -> [m, k]
@@ -64,7 +69,9 @@ class _LinearFunction(torch.autograd.Function):
                 dx, work = layer.reduce(dx, LINEAR_KINDS[1], async_op=True)
 
         def weight_gradient() -> DTensor:
-            x = operands.gather_again(x_saved, layer.gathers_input)
+            x = x_early
+            if x is None:
+                x = operands.gather_again(x_saved, layer.gathers_input)
             left = dy if operands.fp8_wgrad else dy_saved
             dw = operands.wgrad(left, x)  # [n, m] @ [m, k] -> [n, k]
             return _as_gradient(dw, ctx.weight)

@@ -51,7 +51,14 @@ class _LayerNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            grad.float(), x.float(), x.shape[-1:], mean, rstd, weight.float(), bias.float(), [True] * 3
+            grad.float(),
+            x.float(),
+            x.shape[-1:],
+            mean,
+            rstd,
+            weight.float(),
+            bias.float(),
+            [True] * 3,
         )
         return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(bias.dtype), None
 

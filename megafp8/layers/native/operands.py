@@ -92,7 +92,7 @@ class Fp8Operands:
         self.index = {
             role: registry.register(name, role) for role in ("input", "weight", "grad_output")
         }
-        self._cached: tuple[int, QuantizedTensor] | None = None
+        self._cached: tuple[tuple[int, bool], QuantizedTensor] | None = None
 
     def __repr__(self) -> str:
         forward, gradient = self.recipe.forward_format.name, self.recipe.gradient_format.name
@@ -140,9 +140,10 @@ class Fp8Operands:
         """The weight [n, k] in FP8: cast once per step where parameters stay gathered.
 
         A kept cast belongs to one version of the registry, which changes with every scale update
-        and every load, that is, whenever scale or weight can have changed.
+        and every load, that is, whenever scale or weight can have changed. Evaluation keeps one of
+        its own: it records no amax, and training must not find the work done.
         """
-        version = self.registry.version
+        version = (self.registry.version, self.registry.recording)
         if self.keeps_weight and self._cached is not None and self._cached[0] == version:
             return self._cached[1]
         if self.recipe.weight_amax == "cast" and self.registry.recording:

@@ -1,0 +1,93 @@
+"""Whether a checkpoint is of the run that loads it.
+
+Tensors of equal shapes do not make an equal model: heads, rotary base, epsilon or activation change
+what they compute without changing a shape.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megafp8.checkpoint import CheckpointRecord
+from megafp8.config import RunConfig
+from megafp8.errors import CheckpointError, ConfigurationError
+from megafp8.log import get_logger
+
+log = get_logger(__name__)
+
+# Fields and derived properties of the model section that decide what its tensors compute. Sizes are
+# checked with the tensors themselves; dropout, initialisation and backend may change.
+MEANING = (
+    "num_attention_heads",
+    "query_groups",
+    "head_dim",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_dim",
+    "use_rope_scaling",
+    "normalization",
+    "norm_epsilon",
+    "swiglu",
+    "window_size",
+    "qk_layernorm",
+    "tied_embeddings",
+)
+SCALING = (
+    "rope_scaling_factor",
+    "rope_low_freq_factor",
+    "rope_high_freq_factor",
+    "rope_original_max_position_embeddings",
+)
+# What moves the order of the data or the learning rate: allowed, but never unseen.
+WATCHED = (
+    ("training", "seed"),
+    ("training", "global_batch_size"),
+    ("training", "rampup_batch_size"),
+    ("data", "data_path"),
+    ("data", "train_data_path"),
+    ("data", "split"),
+    ("data", "mock_data"),
+    ("model", "seq_length"),
+    ("optimizer", "lr"),
+    ("optimizer", "lr_decay_style"),
+)
+
+
+def check_same_run(path: Path, record: CheckpointRecord, config: RunConfig) -> None:
+    """Compare a checkpoint's configuration with the one that loads it.
+
+    Differences in data and schedule are logged in one line.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model; each difference is named.
+    """
+    try:
+        saved = RunConfig.from_dict(record.config)
+    except ConfigurationError as error:
+        raise CheckpointError(f"{path}: megafp8.json holds an unusable config: {error}") from None
+    different = list(_model_differences(saved, config))
+    if different:
+        raise CheckpointError(f"{path} is of another model: {'; '.join(different)}")
+    if config.checkpoint.finetune:
+        return
+    moved = [
+        _difference(field, getattr(getattr(saved, section), field), now)
+        for section, field in WATCHED
+        if getattr(getattr(saved, section), field)
+        != (now := getattr(getattr(config, section), field))
+    ]
+    if moved:
+        log.warning("%s was trained with other settings: %s", path, "; ".join(moved))
+
+
+def _model_differences(saved: RunConfig, config: RunConfig) -> Iterator[str]:
+    names = MEANING + (SCALING if config.model.use_rope_scaling else ())
+    names += () if config.model.swiglu else ("activation",)
+    for name in names:
+        before, now = getattr(saved.model, name), getattr(config.model, name)
+        if before != now:
+            yield _difference(name, before, now)
+
+
+def _difference(name: str, before: Any, now: Any) -> str:
+    return f"{name} was {before}, now {now}"
