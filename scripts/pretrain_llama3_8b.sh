@@ -4,7 +4,7 @@
 #   DATA_PATH="corpus_text_document" TOKENIZER_MODEL=tokenizer/ bash scripts/pretrain_llama3_8b.sh
 #
 # DATA_PATH is the prefix of a .bin/.idx pair made by tools/preprocess_data.py. More arguments go to
-# pretrain_gpt.py and win over the preset, e.g. --train-iters 1000 --tensor-model-parallel-size 2.
+# pretrain_gpt.py and win over the preset, e.g. --train-iters 20000 --lr-warmup-iters 500.
 #
 # Overrides: GPUS_PER_NODE (8), RUN_DIR (runs/llama3_8b), CONFIG, PYTHON.
 set -euo pipefail

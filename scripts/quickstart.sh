@@ -8,7 +8,9 @@
 # Environment: RUN_DIR (default runs/quickstart), TRAIN_ITERS (default 300).
 set -euo pipefail
 
+AGAIN="bash scripts/quickstart.sh"
 if [[ -n "${RUN_DIR:-}" ]]; then
+    AGAIN="RUN_DIR=${RUN_DIR} ${AGAIN}"
     mkdir -p "${RUN_DIR}"
     RUN_DIR="$(cd "${RUN_DIR}" && pwd)"
 fi
@@ -74,14 +76,17 @@ PYTHON
 train() {
     local plan
     read -r -a plan <<<"$(choose_ranks)"
-    local ranks="${plan[0]}"
+    local ranks="${plan[0]}" warmup=20
+    if ((TRAIN_ITERS < 40)); then
+        warmup=$((TRAIN_ITERS / 2))
+    fi
     echo "== training: ${TRAIN_ITERS} iterations on ${ranks} ranks, run folder ${RUN_DIR}"
     # One thread a rank: ranks are processes, and 4 of them with many threads fight for the cores.
     OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "${VENV_PYTHON}" -m torch.distributed.run \
         --standalone --nproc-per-node "${ranks}" pretrain_gpt.py \
         --config scripts/configs/tiny.yaml "${plan[@]:1}" \
         --data-path "${CORPUS}" --tokenizer-model "${DATA}/tokenizer" \
-        --train-iters "${TRAIN_ITERS}" --run-dir "${RUN_DIR}" \
+        --train-iters "${TRAIN_ITERS}" --lr-warmup-iters "${warmup}" --run-dir "${RUN_DIR}" \
         --save "${RUN_DIR}/checkpoints" --load "${RUN_DIR}/checkpoints" --save-interval 100
     echo "== sample"
     "${VENV_PYTHON}" tools/generate.py --load "${RUN_DIR}/checkpoints" \
@@ -98,4 +103,4 @@ fi
 echo
 echo "== result"
 "${VENV_PYTHON}" -m megafp8.report.quickstart "${RUN_DIR}" "${CORPUS}"
-echo "next: TRAIN_ITERS=$(($(completed_iterations) * 2)) bash scripts/quickstart.sh"
+echo "next: TRAIN_ITERS=$(($(completed_iterations) * 2)) ${AGAIN}"

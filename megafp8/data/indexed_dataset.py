@@ -373,7 +373,9 @@ def _file_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise DataError(f"{path}: cannot be opened: {error.strerror}") from error
+        likely = path.with_name(f"{path.stem}_text_document{path.suffix}")
+        hint = f"; did you mean {likely.with_suffix('')}?" if likely.exists() else ""
+        raise DataError(f"{path}: cannot be opened: {error.strerror}{hint}") from error
 
 
 def _flush_to_disk(file: Any) -> None:

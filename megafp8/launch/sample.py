@@ -1,6 +1,9 @@
 """Samples text from a checkpoint in this one process."""
 
+import logging
 from pathlib import Path
+
+import torch
 
 from megafp8.checkpoint import find_checkpoint
 from megafp8.checkpoint.whole_model import load_model
@@ -27,11 +30,13 @@ def sample_text(
         CheckpointError: no complete checkpoint there, or a damaged one.
         DataError: the run's tokenizer is not there any more.
     """
-    configure(0)
+    configure(0, level=logging.WARNING)
     checkpoint = find_checkpoint(Path(load))
     if checkpoint is None:
         raise CheckpointError(f"{load}: found no checkpoint to sample from")
     world = start(0, 1, 0)
+    if world.device.type == "cpu":
+        torch.set_num_threads(1)  # one token's work is too small to share: 5 s become 40 with two
     model, config, shape, _ = load_model(checkpoint, world)
     tokenizer = build_tokenizer(config.data)
     if tokenizer is None:

@@ -101,13 +101,14 @@ def _draw_run(
 def running_mean(values: Sequence[float], window: int) -> list[float]:
     """Return the mean of the finite values within `window` positions to each side.
 
-    The window is symmetric everywhere, so it shrinks towards the ends: the curve does not lag, and
-    it starts and ends at the real values. NaN where no value is finite.
+    At the start, where a loss is steep, the window is symmetric and shrinks to the first value, so
+    that the curve does not lag. At the end, where it is flat, the past side stays whole: a window of
+    one would end the curve on the noise of the last batch. NaN where no value is finite.
     """
     smooth = []
     for index in range(len(values)):
-        reach = min(window, index, len(values) - 1 - index)
-        near = values[index - reach : index + reach + 1]
+        past = min(window, index)
+        near = values[index - past : index + past + 1]
         finite = [value for value in near if math.isfinite(value)]
         smooth.append(sum(finite) / len(finite) if finite else math.nan)
     return smooth

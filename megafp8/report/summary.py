@@ -25,7 +25,7 @@ def summarize_run(run_dir: str | Path) -> str:
     lines = [
         ("run folder", str(run_dir)),
         ("iterations", str(last["iteration"])),
-        ("final loss", f"{float(last['loss']):.4f}"),
+        ("final loss", _final_loss(entries)),
     ]
     evaluated = [entry for entry in entries if entry.get("valid_loss") is not None]
     if evaluated:
@@ -39,6 +39,17 @@ def summarize_run(run_dir: str | Path) -> str:
         lines.append(("skipped iterations", str(skipped)))
     width = max(len(name) for name, _ in lines) + 1
     return "\n".join(f"{name + ':':<{width}} {value}" for name, value in lines)
+
+
+LAST = 20  # iterations whose mean says more than the last one's noise
+
+
+def _final_loss(entries: list[dict[str, Any]]) -> str:
+    losses = [float(entry["loss"]) for entry in entries]
+    text = f"{losses[-1]:.4f}"
+    if len(losses) > LAST:
+        text += f" (mean of the last {LAST}: {sum(losses[-LAST:]) / LAST:.4f})"
+    return text
 
 
 def _median_speed(entries: list[dict[str, Any]]) -> str:

@@ -15,9 +15,12 @@ from megafp8.log import get_logger
 
 log = get_logger(__name__)
 
-# Fields and derived properties of the model section that decide what its tensors compute. Sizes are
-# checked with the tensors themselves; dropout, initialisation and backend may change.
+# Fields and derived properties of the model section that decide what its tensors compute; dropout,
+# initialisation and backend may change.
 MEANING = (
+    "num_layers",
+    "hidden_size",
+    "ffn_size",
     "num_attention_heads",
     "query_groups",
     "head_dim",
@@ -48,6 +51,9 @@ WATCHED = (
     ("data", "split"),
     ("data", "mock_data"),
     ("model", "seq_length"),
+    ("precision", "bf16"),
+    ("precision", "fp16"),
+    ("precision", "fp8_format"),
     ("optimizer", "lr"),
     ("optimizer", "lr_decay_style"),
 )

@@ -150,7 +150,9 @@ class Loop:
         params_norm = parameter_norm(self.step) if self.config.logging.log_params_norm else None
         comm_bytes, comm_calls, memory = self._over_ranks()
         seconds = time.perf_counter() - began  # the gather above waited for the optimizer too
-        valid_loss = self._evaluate() if self._due(self.config.training.eval_interval) else None
+        ends = state.iteration == self.total_iterations
+        evaluates = ends or self._due(self.config.training.eval_interval)
+        valid_loss = self._evaluate() if evaluates else None
         tokens = batch_size * self.shape.seq_length
         rate = tokens / seconds
         tflops = rate * self._flops_per_token / self.mesh.world.size / 1e12

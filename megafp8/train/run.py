@@ -11,10 +11,10 @@ from megafp8.data.loader import Datasets, build_datasets
 from megafp8.data.tokenizers import build_tokenizer, resolve_vocab_size
 from megafp8.errors import DataError, PrecisionError
 from megafp8.log import get_logger
-from megafp8.model import Model, build_model
+from megafp8.model import build_model
 from megafp8.numerics import fp8_hardware
 from megafp8.parallel import Mesh, build_mesh, start, stop
-from megafp8.precision import build_plan, recipe_from_config
+from megafp8.precision import PrecisionPlan, build_plan, recipe_from_config
 from megafp8.train.batch_size import BatchSizeSchedule, total_iterations
 from megafp8.train.folders import (
     checkpoint_to_load,
@@ -87,7 +87,7 @@ def _train(config: RunConfig, shape: ModelShape, mesh: Mesh, datasets: Datasets)
     rank0 = mesh.world.rank == 0
     batches = BatchSizeSchedule.from_config(config, mesh.layout.dp)
     total = total_iterations(config, batches)
-    _announce(config, shape, mesh, model, batches, run_dir)
+    _announce(config, shape, mesh, plan, batches, run_dir)
     if state.iteration >= total:
         log.warning("iteration %d of %d is loaded: nothing to train", state.iteration, total)
     observers: list[Observer] = []
@@ -149,7 +149,7 @@ def _announce(
     config: RunConfig,
     shape: ModelShape,
     mesh: Mesh,
-    model: Model,
+    plan: PrecisionPlan,
     batches: BatchSizeSchedule,
     run_dir: Path,
 ) -> None:
@@ -182,11 +182,11 @@ def _announce(
         shape.seq_length,
         tokens,
     )
-    fp8 = len(model.registry) // 3 if model.registry is not None else 0
     log.info(
-        "precision: %s, %d FP8 linears on this rank; device %s; run folder %s",
+        "precision: %s, %d of %d linears in FP8; device %s; run folder %s",
         config.precision.compute_dtype,
-        fp8,
+        plan.count("fp8"),
+        len(plan.linears),
         device_name(mesh.world.device),
         run_dir,
     )

@@ -66,6 +66,7 @@ def test_a_run_without_a_finite_loss_is_an_error(tmp_path, losses):
 
 
 def test_running_mean_is_centred_and_skips_gaps():
+    assert running_mean([0.0, 0.0, 3.0, 0.0, 9.0], 2)[-1] == 4.0
     assert running_mean([1.0, 2.0, 6.0, math.nan, 5.0], 1) == [1.0, 3.0, 4.0, 5.5, 5.0]
     assert math.isnan(running_mean([math.nan, math.nan, math.nan, 1.0], 1)[1])
 
