@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megafp8.config.backend import transformer_engine_refusal
 from megafp8.config.layout import chunks_per_rank, ramp_sizes
 from megafp8.errors import ConfigurationError
 
@@ -68,11 +69,6 @@ def _unbuilt_precision(config: RunConfig) -> list[tuple[bool, str, str]]:
     """Rows of (asked for, flag, what there is instead)."""
     precision = config.precision
     return [
-        (
-            config.model.transformer_impl == "transformer_engine",
-            "--transformer-impl transformer_engine",
-            "allowed: auto, native",
-        ),
         (
             precision.fp8_recipe not in ("auto", "delayed"),
             f"--fp8-recipe {precision.fp8_recipe}",
@@ -240,6 +236,10 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
 
 def _precision(config: RunConfig) -> Iterator[str]:
     precision = config.precision
+    if config.model.transformer_impl == "transformer_engine":
+        refusal = transformer_engine_refusal(config)
+        if refusal is not None:
+            yield f"--transformer-impl transformer_engine: {refusal}"
     if precision.bf16 and precision.fp16:
         yield "--bf16 contradicts --fp16; give one of the two"
     if precision.fp8 and precision.fp16:

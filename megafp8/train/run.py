@@ -15,6 +15,7 @@ from megafp8.config import LaunchEnvironment, ModelShape, RunConfig
 from megafp8.data.loader import Datasets, build_datasets
 from megafp8.data.tokenizers import build_tokenizer, resolve_vocab_size
 from megafp8.errors import CheckpointError, PrecisionError
+from megafp8.layers.choice import choose_backend
 from megafp8.log import get_logger
 from megafp8.model import Model, build_model
 from megafp8.numerics import fp8_hardware
@@ -44,6 +45,8 @@ def run(config: RunConfig, launch: LaunchEnvironment) -> None:
         MegaFP8Error: what the user can mend, on all ranks; data are opened before the process group
             is joined, so that a missing file leaves no rank waiting.
     """
+    # Before data and process group: a backend that is not there must not cost a start.
+    choose_backend(config)
     tokenizer = build_tokenizer(config.data)
     vocab_size = resolve_vocab_size(config.data, tokenizer)
     datasets = build_datasets(config, tokenizer)
@@ -79,7 +82,12 @@ def _train(config: RunConfig, shape: ModelShape, mesh: Mesh, datasets: Datasets)
         (run_dir / "config.yaml").write_text(
             yaml.safe_dump(config.to_dict(), sort_keys=False), encoding="utf-8"
         )
-        content = build_manifest(config, plan, device=_device_name(mesh.world.device))
+        content = build_manifest(
+            config,
+            plan,
+            device=_device_name(mesh.world.device),
+            backend=model.backend.record(),
+        )
         manifest = write_manifest(run_dir, content).sha256
     batches = BatchSizeSchedule.from_config(config, mesh.layout.dp)
     total = total_iterations(config, batches)
@@ -181,7 +189,7 @@ def _announce(
     batches: BatchSizeSchedule,
     run_dir: Path,
 ) -> None:
-    """What was built, in four lines."""
+    """What was built, in five lines."""
     layout = mesh.layout
     parameters = sum(spec.numel for spec in shape.parameters())
     log.info(
@@ -210,6 +218,7 @@ def _announce(
         shape.seq_length,
         tokens,
     )
+    log.info("backend: %s (%s)", model.backend.chosen, model.backend.reason)
     fp8 = len(model.registry) // 3 if model.registry is not None else 0
     log.info(
         "precision: %s, %d FP8 linears on this rank; device %s; run folder %s",

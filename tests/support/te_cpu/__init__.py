@@ -1,0 +1,48 @@
+"""TransformerEngine's own Python on a CPU: a stand-in for its compiled extension.
+
+    from tests.support import te_cpu
+    te = te_cpu.load()                     # transformer_engine.pytorch, on "device 9.0"
+
+It judges TE's Python (state, slots, contexts, gathers, gradients), never NVIDIA's kernels. `load`
+patches torch for the whole process, so only processes of their own may call it: worker processes
+of `tests.support.ranks`, or a subprocess.
+"""
+
+import importlib.util
+import os
+from types import ModuleType
+
+ENVIRONMENT = {
+    "NVTE_TORCH_COMPILE": "0",
+    "NVTE_FLASH_ATTN": "0",
+    "NVTE_FUSED_ATTN": "0",
+}
+_LOADED: list[ModuleType] = []
+
+
+def missing() -> str | None:
+    """Say why the double cannot be loaded here; None if it can."""
+    for name in ("transformer_engine", "einops", "packaging"):
+        if importlib.util.find_spec(name) is None:
+            return f"{name} is not installed: pip install --no-deps -r requirements-te.txt"
+    return None
+
+
+def load(native_gemm: bool = False) -> ModuleType:
+    """Import TE with the emulated extension and report a CUDA device; once per process.
+
+    Args:
+        native_gemm: multiply with `megafp8.numerics`' products, to compare bit by bit.
+    """
+    import torch  # noqa: F401  (TE wants torch to be there first)
+
+    from tests.support.te_cpu import emulation, pretend, stub
+
+    emulation.NATIVE_GEMM[0] = native_gemm
+    if not _LOADED:
+        os.environ.update(ENVIRONMENT)
+        extension = stub.install()
+        emulation.install(extension)
+        _LOADED.append(stub.import_te(extension))
+        pretend.cuda()
+    return _LOADED[0]
