@@ -8,8 +8,10 @@ patches torch for the whole process, so only processes of their own may call it:
 of `tests.support.ranks`, or a subprocess.
 """
 
-import importlib.util
+import importlib.machinery
 import os
+import sys
+from pathlib import Path
 from types import ModuleType
 
 ENVIRONMENT = {
@@ -17,14 +19,15 @@ ENVIRONMENT = {
     "NVTE_FLASH_ATTN": "0",
     "NVTE_FUSED_ATTN": "0",
 }
+SITE = Path(__file__).resolve().parents[3] / ".venv/te"  # where scripts/test.sh installs it
 _LOADED: list[ModuleType] = []
 
 
 def missing() -> str | None:
     """Say why the double cannot be loaded here; None if it can."""
     for name in ("transformer_engine", "einops", "packaging"):
-        if importlib.util.find_spec(name) is None:
-            return f"{name} is not installed: pip install --no-deps -r requirements-te.txt"
+        if importlib.machinery.PathFinder.find_spec(name, [*sys.path, str(SITE)]) is None:
+            return f"{name} is not installed; scripts/test.sh installs requirements-te.txt"
     return None
 
 
@@ -40,6 +43,8 @@ def load(native_gemm: bool = False) -> ModuleType:
 
     emulation.NATIVE_GEMM[0] = native_gemm
     if not _LOADED:
+        if str(SITE) not in sys.path:
+            sys.path.append(str(SITE))
         os.environ.update(ENVIRONMENT)
         extension = stub.install()
         emulation.install(extension)

@@ -1,14 +1,14 @@
 """Makes TE's Python see a Hopper GPU, and puts every "cuda" tensor on the CPU."""
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_IS_CUDA = torch.Tensor.is_cuda
 _FACTORIES = (
     "empty zeros ones full tensor arange rand randn empty_like zeros_like ones_like full_like "
     "as_tensor eye empty_strided linspace"
@@ -33,8 +33,6 @@ class _CudaIsCpu(TorchFunctionMode):
                 torch.device("cpu") if isinstance(a, (str, torch.device)) and _names_cuda(a) else a
                 for a in args
             )
-        if getattr(func, "__self__", None) is _IS_CUDA:
-            return True
         if func is torch.Tensor.cuda:
             return args[0]
         return func(*args, **kwargs)
@@ -87,6 +85,19 @@ def cuda(capability: tuple[int, int] = (9, 0)) -> None:
         torch.version.cuda = "13.0"
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # A property, not a case of the mode below: a block that is recomputed runs inside backward.
+    torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.Tensor.backward = _backward  # type: ignore[method-assign]
     _CudaIsCpu().__enter__()
+
+
+@contextmanager
+def no_cuda() -> Iterator[None]:
+    """Show no CUDA device inside: torch's checkpoint writer would open a stream on it."""
+    former = torch.cuda.is_available
+    torch.cuda.is_available = lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = former
