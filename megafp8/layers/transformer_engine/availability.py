@@ -30,7 +30,8 @@ _IMPORT_ERRORS = (ImportError, AssertionError, FileNotFoundError, OSError, Runti
 
 def version() -> str | None:
     """Version of the installed TE, without importing it; None if there is none."""
-    if importlib.util.find_spec("transformer_engine") is None:
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or spec.origin is None:  # a bare folder of that name is no package
         return None
     try:
         return metadata.version("transformer_engine")

@@ -105,19 +105,21 @@ def test_every_step_of_a_module(ranks: Ranks, te_ranks: Ranks, flags: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("size", "flags"),
-    [(1, degrees()), (4, degrees(2, 1, SP))],
+    ("size", "flags", "iterations"),
+    [(1, degrees(), 20), (4, degrees(2, 1, SP), 6)],
     ids=["1 rank", "tp2 x fsdp2"],
 )
-def test_trained_model(ranks: Ranks, te_ranks: Ranks, size: int, flags: tuple[str, ...]) -> None:
+def test_trained_model(
+    ranks: Ranks, te_ranks: Ranks, size: int, flags: tuple[str, ...], iterations: int
+) -> None:
     """With the native products in the double a whole run is the native run: weights, moments, all.
 
     Norm and activation are native in both backends.
     """
     command = (*PARITY, *SMALL, *flags)
-    wanted = ranks.run(train, world_size=size, flags=command, iterations=20)
+    wanted = ranks.run(train, world_size=size, flags=command, iterations=iterations)
     found = te_ranks.run(
-        train, world_size=size, flags=command, iterations=20, te=True, native_gemm=True
+        train, world_size=size, flags=command, iterations=iterations, te=True, native_gemm=True
     )
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.curve.losses == theirs.curve.losses
