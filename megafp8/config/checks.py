@@ -81,6 +81,12 @@ def _unbuilt_precision(config: RunConfig) -> list[tuple[bool, str, str]]:
         ),
         (precision.fp8_param_gather, "--fp8-param-gather", "weights are gathered in BF16"),
         (precision.fp8_grad_reduce, "--fp8-grad-reduce", "gradients are reduced in FP32"),
+        (
+            precision.fp8_attention != "none",
+            f"--fp8-attention {precision.fp8_attention}",
+            "the attention core runs in BF16 (TransformerEngine has an FP8 one for delayed scaling "
+            "on Hopper alone); allowed: none",
+        ),
         (precision.fp8_tp_comm == "all", "--fp8-tp-comm all", "allowed: none, all-gather"),
         (
             precision.fp8_amax_window == "micro-batch",

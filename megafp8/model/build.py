@@ -1,6 +1,9 @@
 """Builds this rank's stages: parameters drawn, sharded by FSDP2 block by block, registry made."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +38,7 @@ class Model:
         tied: whether embedding and output layer share values.
         partial_gradients: names whose gradients are partial sums over tp after the backward.
         backend: which backend made the layers, and why.
+        scope: `Backend.scope`, for calling single layers.
     """
 
     stages: list[GPTStage]
@@ -45,6 +49,7 @@ class Model:
     tied: bool
     partial_gradients: frozenset[str]
     backend: BackendChoice
+    scope: Callable[[], AbstractContextManager[Any]]
 
     @torch.no_grad()
     def copy_tied_embedding(self) -> None:
@@ -118,6 +123,7 @@ def build_model(
         tied=shape.tied,
         partial_gradients=_partial_gradients(shape, parameters, tp_sequence > 1),
         backend=choice,
+        scope=backend.scope,
     )
 
 

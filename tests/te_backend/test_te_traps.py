@@ -264,7 +264,7 @@ def block_outputs(fp8: bool, layer: int) -> tuple[list[Tensor], list[float], int
     for linear in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
         generator = torch.Generator().manual_seed(linear.in_features)
         x = torch.randn(16, 1, linear.in_features, generator=generator).bfloat16()
-        with stage._scope(), torch.no_grad():
+        with training.model.scope(), torch.no_grad():
             outputs.append(linear(x))
     losses = start_te(flags).iterate(4).losses
     registry = training.model.registry
