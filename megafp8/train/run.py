@@ -25,6 +25,7 @@ from megafp8.train.batch_size import BatchSizeSchedule, total_iterations
 from megafp8.train.loop import Loop
 from megafp8.train.loss_scaler import build_loss_scaler
 from megafp8.train.metrics import MetricsWriter, Observer
+from megafp8.train.optimizer import check_optimizer
 from megafp8.train.progress import ProgressBar
 from megafp8.train.schedule import LearningRateSchedule
 from megafp8.train.state import TrainState, load_state
@@ -45,8 +46,9 @@ def run(config: RunConfig, launch: LaunchEnvironment) -> None:
         MegaFP8Error: what the user can mend, on all ranks; data are opened before the process group
             is joined, so that a missing file leaves no rank waiting.
     """
-    # Before data and process group: a backend that is not there must not cost a start.
+    # Before data and process group: a package that is not there must not cost a start.
     choose_backend(config)
+    check_optimizer(config.optimizer)
     tokenizer = build_tokenizer(config.data)
     vocab_size = resolve_vocab_size(config.data, tokenizer)
     datasets = build_datasets(config, tokenizer)
