@@ -75,6 +75,12 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Any = Non
     return result
 
 
+def split_quantize(tensor: Tensor, sections: Any, quantizers: Any, **options: Any) -> list[Any]:
+    """Cast each expert's rows with its own quantizer."""
+    parts = tensor.split(list(sections))
+    return [quantize(part, one) for part, one in zip(parts, quantizers, strict=True)]
+
+
 def _wrap(quantizer: Any, data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Any:
     from transformer_engine.pytorch.tensor import Float8Tensor, Float8TensorStorage
 
@@ -396,6 +402,7 @@ def install(extension: ModuleType) -> None:
     """Give the stand-in its kernels."""
     kernels: list[Callable[..., Any]] = [
         quantize,
+        split_quantize,
         dequantize,
         create_empty_quantized_tensor,
         bgrad_quantize,
