@@ -76,7 +76,10 @@ def parse_command(argv: list[str]) -> Command:
     world_size = options.pop("--world-size", None)
     accepted: list[str] = []
     given = {} if config_file is None else _from_yaml(config_file, accepted)
-    given.update(_from_options(options, accepted))
+    flags = _from_options(options, accepted)
+    for key in _set_aside(flags):
+        given.pop(key, None)
+    given.update(flags)
     config = _build(given, accepted)
     if world_size is None:
         return Command(config, dry_run)
@@ -88,6 +91,23 @@ def parse_command(argv: list[str]) -> Command:
     if size < 1:
         raise ConfigurationError(f"--world-size: found {size}, allowed >= 1")
     return Command(config, dry_run, size)
+
+
+# Of each pair a run has one; naming one on the command line sets the file's other one aside.
+_ALTERNATIVES = (
+    (("training", "train_iters"), ("training", "train_samples")),
+    (("optimizer", "lr_warmup_iters"), ("optimizer", "lr_warmup_fraction")),
+)
+
+
+def _set_aside(flags: dict[tuple[str, str], _Given]) -> list[tuple[str, str]]:
+    """Return the keys of a file that the flags given replace by another key."""
+    found = []
+    for pair in _ALTERNATIVES:
+        for named, other in (pair, pair[::-1]):
+            if named in flags and other not in flags:
+                found.append(other)
+    return found
 
 
 def _scan(argv: list[str]) -> dict[str, list[RawText]]:
@@ -153,6 +173,8 @@ def _from_yaml(path: str, accepted: list[str]) -> dict[tuple[str, str], _Given]:
             raise ConfigurationError(
                 f"{path}, {section}: unknown section{hint}, allowed {', '.join(SECTIONS)}"
             )
+        if isinstance(values, RawText) and values.text == "" and not values.quoted:
+            continue  # a section whose keys are all commented out
         if not isinstance(values, dict):
             raise ConfigurationError(f"{path}, {section}: found no mapping, allowed keys of it")
         for key, value in values.items():

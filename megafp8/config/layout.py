@@ -148,6 +148,12 @@ def build_layout(
             "linear_fc1 is sharded along the hidden size; set --fsdp-size to a divisor of both "
             f"{model.hidden_size} and data parallel {dp}"
         )
+    recompute = training.recompute_num_layers
+    if recompute is not None and recompute > layout.layers_per_stage:
+        raise ConfigurationError(
+            f"--recompute-num-layers {recompute} is more than the {layout.layers_per_stage} layers "
+            f"of a stage ({model.num_layers} layers over {layout.num_stages} stages)"
+        )
     return layout
 
 

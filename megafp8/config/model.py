@@ -10,7 +10,7 @@ from megafp8.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Prob
 class ModelConfig(Section):
     """Sizes and variants of the GPT model; what is left open is derived by the properties."""
 
-    num_layers: PositiveInt = Field(description="transformer blocks")
+    num_layers: PositiveInt = Field(le=10_000, description="transformer blocks")
     hidden_size: PositiveInt = Field(description="width of the residual stream")
     num_attention_heads: PositiveInt = Field(description="query heads")
     ffn_hidden_size: PositiveInt | None = Field(

@@ -20,8 +20,8 @@ def generate(
 ) -> str:
     """Continue a prompt.
 
-    The context is padded to `seq_length`, so that FP8 linears see the token count they were planned
-    for; attention is causal, hence padding behind the last token changes nothing before it.
+    The context is padded to `seq_length`: attention is causal, so what stands behind the last token
+    changes nothing before it, and every step has one shape.
 
     Args:
         model: a whole model on one rank, not in training.
@@ -44,7 +44,8 @@ def generate(
         if temperature == 0:
             token = int(logits.argmax())
         else:
-            probabilities = (logits / temperature).softmax(-1)
+            # Largest first at 0: a tiny temperature may send the others to -inf, never to NaN.
+            probabilities = ((logits - logits.max()).double() / temperature).softmax(-1)
             token = int(torch.multinomial(probabilities, 1, generator=generator))
         if token == tokenizer.eod:
             break

@@ -1,27 +1,29 @@
 """One training run, from a checked configuration to the last checkpoint."""
 
 import random
-from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import yaml
 
-from megafp8.checkpoint import find_checkpoint
-from megafp8.checkpoint.agree import on_first_rank
 from megafp8.config import LaunchEnvironment, ModelShape, RunConfig
 from megafp8.data.loader import Datasets, build_datasets
 from megafp8.data.tokenizers import build_tokenizer, resolve_vocab_size
-from megafp8.errors import CheckpointError, PrecisionError
+from megafp8.errors import DataError, PrecisionError
 from megafp8.layers.choice import choose_backend
 from megafp8.log import get_logger
 from megafp8.model import Model, build_model
 from megafp8.numerics import fp8_hardware
 from megafp8.parallel import Mesh, build_mesh, start, stop
-from megafp8.precision import build_manifest, build_plan, recipe_from_config, write_manifest
+from megafp8.precision import build_plan, recipe_from_config
 from megafp8.train.batch_size import BatchSizeSchedule, total_iterations
+from megafp8.train.folders import (
+    checkpoint_to_load,
+    device_name,
+    open_run_dir,
+    open_save_dir,
+    write_records,
+)
 from megafp8.train.loop import Loop
 from megafp8.train.loss_scaler import build_loss_scaler
 from megafp8.train.metrics import MetricsWriter, Observer
@@ -52,6 +54,13 @@ def run(config: RunConfig, launch: LaunchEnvironment) -> None:
     tokenizer = build_tokenizer(config.data)
     vocab_size = resolve_vocab_size(config.data, tokenizer)
     datasets = build_datasets(config, tokenizer)
+    training = config.training
+    if training.eval_interval and training.eval_iters and not datasets.valid:
+        raise DataError(
+            f"--eval-interval {training.eval_interval}: the validation split holds no sample of "
+            f"seq-length + 1 = {config.model.seq_length + 1} tokens; give more to it in --split, "
+            "--valid-data-path, or no --eval-interval"
+        )
     world = start(
         launch.rank,
         launch.world_size,
@@ -72,28 +81,21 @@ def _train(config: RunConfig, shape: ModelShape, mesh: Mesh, datasets: Datasets)
     recipe = recipe_from_config(config)
     if recipe is not None:
         _check_fp8_device(config, mesh)
-    source = _checkpoint_to_load(config)
-    run_dir = _run_dir(config, mesh)
+    source = checkpoint_to_load(config)
+    run_dir = open_run_dir(config)
     model = build_model(config, shape, plan, recipe, mesh)
     scaler = build_loss_scaler(config.precision)
     step = TrainingStep(config, model, mesh, scaler)
     state = load_state(source, step, config, scaler) if source is not None else TrainState()
-    manifest = None
+    save_dir = open_save_dir(config, run_dir, fresh=state.iteration == 0)
+    backend = model.backend.record()
+    manifest = write_records(config, plan, run_dir, mesh.world.device, backend)
     rank0 = mesh.world.rank == 0
-    if rank0:
-        (run_dir / "config.yaml").write_text(
-            yaml.safe_dump(config.to_dict(), sort_keys=False), encoding="utf-8"
-        )
-        content = build_manifest(
-            config,
-            plan,
-            device=_device_name(mesh.world.device),
-            backend=model.backend.record(),
-        )
-        manifest = write_manifest(run_dir, content).sha256
     batches = BatchSizeSchedule.from_config(config, mesh.layout.dp)
     total = total_iterations(config, batches)
     _announce(config, shape, mesh, model, batches, run_dir)
+    if state.iteration >= total:
+        log.warning("iteration %d of %d is loaded: nothing to train", state.iteration, total)
     observers: list[Observer] = []
     if rank0:
         observers = [
@@ -125,7 +127,7 @@ def _train(config: RunConfig, shape: ModelShape, mesh: Mesh, datasets: Datasets)
         batches=batches,
         schedule=LearningRateSchedule.from_config(config, batches),
         total_iterations=total,
-        save_dir=Path(config.checkpoint.save or run_dir / "checkpoints"),
+        save_dir=save_dir,
         manifest_sha256=manifest,
     ).run()
     log.info("done: iteration %d, run folder %s", state.iteration, run_dir)
@@ -147,40 +149,6 @@ def _check_fp8_device(config: RunConfig, mesh: Mesh) -> None:
             f"--fp8-format {config.precision.fp8_format}: {reason}; give --fp8-emulate to compute "
             "with FP8 values in BF16 GEMMs, or leave --fp8-format out"
         )
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _checkpoint_to_load(config: RunConfig) -> Path | None:
-    """The checkpoint that `--load` means, by the rules of `find_checkpoint`."""
-    load = config.checkpoint.load
-    if load is None:
-        return None
-    # Rank 0 decides: others may see a shared file system later, and must not take another one.
-    found = on_first_rank(f"--load {load}", lambda: find_checkpoint(Path(load)), None)
-    if found is None and config.checkpoint.exit_on_missing_checkpoint:
-        raise CheckpointError(
-            f"--load {load}: found no checkpoint there, and --exit-on-missing-checkpoint is given"
-        )
-    if found is None:
-        log.info("--load %s holds no checkpoint: training starts fresh", load)
-    return found
-
-
-def _run_dir(config: RunConfig, mesh: Mesh) -> Path:
-    """The run folder, named by rank 0 and made there."""
-    name = config.logging.run_dir
-    if name is None:
-        names = [f"runs/{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"]
-        dist.broadcast_object_list(names)
-        name = names[0]
-    folder = Path(name)
-    if mesh.world.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    return folder
 
 
 def _announce(
@@ -226,6 +194,6 @@ def _announce(
         "precision: %s, %d FP8 linears on this rank; device %s; run folder %s",
         config.precision.compute_dtype,
         fp8,
-        _device_name(mesh.world.device),
+        device_name(mesh.world.device),
         run_dir,
     )

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megafp8.checkpoint import load_tensors, read_record
 from megafp8.config.shape import EMBEDDING, OUTPUT
@@ -28,7 +27,8 @@ from tests.support.ranks import Ranks
 ZBV = ("--pipeline-schedule", "zbv")
 TIED = ("--untie-embeddings-and-output-weights", "false")
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
-HALF = ("--num-layers", "2", "--global-batch-size", "8")
+BATCH = ("--global-batch-size", "8")
+HALF = ("--num-layers", "2", *BATCH)
 FP32 = PRECISIONS["fp32"]
 
 
@@ -82,13 +82,13 @@ def uninterrupted(flags: tuple[str, ...], at: int, iterations: int, save: str) -
 @pytest.mark.parametrize(
     ("size", "flags", "half"),
     [
-        (4, (*PARITY, *degrees(2, 2, SP)), 10),
-        (2, (*PARITY, *degrees()), 10),
+        (4, (*PARITY, *BATCH, *degrees(2, 2, SP)), 10),
+        (2, (*PARITY, *BATCH, *degrees()), 10),
         (4, (*PARITY, *HALF, *DROPOUT, *degrees(2, 2, SP)), 3),
         (2, (*PARITY, *HALF, *DROPOUT, *degrees()), 3),
         (2, (*PARITY, *HALF, *DROPOUT, *degrees(2, 1)), 3),
         (4, (*PARITY, *HALF, *TIED, *degrees(1, 2)), 3),
-        (2, (*PARITY, *TIED, *ZBV, "--global-batch-size", "8", *degrees(1, 2)), 3),
+        (2, (*PARITY, *BATCH, *TIED, *ZBV, *degrees(1, 2)), 3),
         (4, (*PARITY, *HALF, "--fsdp-size", "2", *degrees()), 3),
     ],
     ids=[
@@ -179,7 +179,7 @@ def stored(digests: dict[str, str]) -> dict[str, str]:
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_a_run_moves_from_layout_to_layout(ranks: Ranks, tmp_path: Path, precision: str) -> None:
     """tp2 x pp2, then fsdp4, then one rank: one curve, within the bounds of parity."""
-    base = (*PARITY, *PRECISIONS[precision])
+    base = (*PARITY, *BATCH, *PRECISIONS[precision])
     moves = [(4, degrees(2, 2, SP)), (4, degrees()), (1, degrees())]
     joined, load, held = Curve(), None, None
     for size, flags in moves:
@@ -219,7 +219,7 @@ def test_tied_embeddings_move_between_layouts(
     first: tuple[int, tuple[str, ...]],
     second: tuple[int, tuple[str, ...]],
 ) -> None:
-    base = (*PARITY, *FP32, *TIED, "--global-batch-size", "8")
+    base = (*PARITY, *BATCH, *FP32, *TIED)
     one = ranks.run(
         leg, world_size=first[0], flags=(*base, *first[1]), iterations=2, save=str(tmp_path)
     )
@@ -326,15 +326,15 @@ class _Lines(logging.Handler):
 def load_and_step(flags: tuple[str, ...], load: str) -> Loaded:
     """Load, note what was said and which scales resulted, and run one iteration."""
     training = start_training(flags)
-    handler, loggers = _Lines(), []
-    for name in ("megafp8.train.state", "megafp8.checkpoint.load"):
-        loggers.append(logging.getLogger(name))
-        loggers[-1].addHandler(handler)
+    handler, logger = _Lines(), logging.getLogger("megafp8")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         training.load(load)
     finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
+        logger.removeHandler(handler)
+        logger.setLevel(level)
     registry = training.model.registry
     scales = (1.0, 1.0, 0.0)
     if registry is not None:
@@ -389,7 +389,7 @@ def test_precision_may_change_on_resume(
         if target == "fp8":
             assert after.scales == (1.0, 1.0, 0.0)
             assert len(about) == 1 and about[0].startswith("WARNING"), after.lines
-            assert f"{3 * linears} of {3 * linears} FP8 tensors" in about[0]
+            assert f"no scale state for {3 * linears} of" in about[0], about
         else:
             dropped = [line for line in after.lines if "not used by this run" in line]
             # Two stages with 4 linears of 3 tensors, each with a scale and a history.
@@ -402,7 +402,3 @@ def test_ranks_are_the_same_processes_but_not_the_same_objects(ranks: Ranks) -> 
     flags = (*PARITY, *HALF, *degrees())
     first, second = (ranks.run(leg, world_size=1, flags=flags, iterations=1)[0] for _ in range(2))
     assert first.before == second.before != first.after == second.after
-
-
-def empty() -> None:
-    dist.barrier()

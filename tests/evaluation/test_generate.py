@@ -90,13 +90,10 @@ def test_checkpoint_of_four_ranks_is_sampled_in_one_process(ranks, learned, tmp_
     paths = ranks.run(reshard, path=str(learned), root=str(tmp_path))
     assert Path(paths[0]).name == "iter_0000077"
     models = [load_model(path, world())[0] for path in (learned, Path(paths[0]))]
-    states = [
-        {name: p.data.to_local() for name, p in model.parameters.items()} | model.registry.tensors()
-        for model in models
-    ]
-    assert any("scale" in name for name in states[0])
-    assert any(float(value) != 1.0 for name, value in states[0].items() if "scale" in name)
-    assert_same_bytes(states[1], states[0])
+    # In the compute dtype, without FP8: a sample needs no scales.
+    assert all(model.registry is None for model in models)
+    weights = [{n: p.data.to_local() for n, p in model.parameters.items()} for model in models]
+    assert_same_bytes(weights[1], weights[0])
     text = generate(models[1], TOKENIZER, "hello", LENGTH, 9, temperature=0.0)
     assert text == "hello, hello, "
 
@@ -112,6 +109,8 @@ def test_draws_depend_on_the_seed_alone():
     first = draw(1)
     torch.rand(3)
     assert draw(1) == first and len({draw(seed) for seed in range(1, 5)}) == 4
+    cold = generate(model, TOKENIZER, "a", LENGTH, 4, temperature=1e-300)
+    assert cold == generate(model, TOKENIZER, "a", LENGTH, 4, temperature=0.0)
 
 
 def test_end_of_document_ends_the_text(monkeypatch):

@@ -10,7 +10,7 @@ from megafp8.parallel import CommGroup, build_mesh
 from megafp8.parallel.mesh import _groups
 from tests.model.small import small_config, world
 
-GROUPS = ("tp", "dp", "pp", "stage", "model", "loss", "all", "tied")
+GROUPS = ("tp", "pp", "stage", "loss", "all", "tied")
 
 
 def members(group: CommGroup) -> list[int]:
@@ -27,68 +27,60 @@ def groups_of_this_rank(**changes: Any) -> dict[str, Any]:
         assert group.size == len(found[name])
         assert found[name][group.rank] == dist.get_rank()
         assert group.traffic is mesh.traffic
-    found["place"] = (mesh.pp_rank, mesh.dp_rank, mesh.tp_rank)
+    found["place"] = (mesh.pp_rank, mesh.dp_rank, mesh.tp_rank, mesh.replica)
     found["fsdp"] = mesh.fsdp_mesh.mesh.tolist()
     found["tp mesh"] = mesh.tp_mesh.mesh.tolist()
     return found
 
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
-# Layout; then per rank: place (pp, dp, tp), tp, dp, pp, stage, model, loss, tied, fsdp mesh.
+ALL = [0, 1, 2, 3]
+# Layout; then per rank: place (pp, dp, tp, replica), tp, pp, stage, loss, tied, fsdp mesh.
 TABLES: list[tuple[dict[str, Any], list[tuple]]] = [
     (
         {**TP2, **PP2},
         [
-            ((0, 0, 0), [0, 1], [0], [0, 2], [0, 1], [0, 1, 2, 3], [0, 2], [0, 2], [0]),
-            ((0, 0, 1), [0, 1], [1], [1, 3], [0, 1], [0, 1, 2, 3], [1, 3], [1, 3], [1]),
-            ((1, 0, 0), [2, 3], [2], [0, 2], [2, 3], [0, 1, 2, 3], [0, 2], [0, 2], [2]),
-            ((1, 0, 1), [2, 3], [3], [1, 3], [2, 3], [0, 1, 2, 3], [1, 3], [1, 3], [3]),
+            ((0, 0, 0, 0), [0, 1], [0, 2], [0, 1], [0, 2], [0, 2], [0]),
+            ((0, 0, 1, 0), [0, 1], [1, 3], [0, 1], [1, 3], [1, 3], [1]),
+            ((1, 0, 0, 0), [2, 3], [0, 2], [2, 3], [0, 2], [0, 2], [2]),
+            ((1, 0, 1, 0), [2, 3], [1, 3], [2, 3], [1, 3], [1, 3], [3]),
         ],
     ),
     (
         TP2,
         [
-            ((0, 0, 0), [0, 1], [0, 2], [0], [0, 1, 2, 3], [0, 1, 2, 3], [0, 2], [0], [0, 2]),
-            ((0, 0, 1), [0, 1], [1, 3], [1], [0, 1, 2, 3], [0, 1, 2, 3], [1, 3], [1], [1, 3]),
-            ((0, 1, 0), [2, 3], [0, 2], [2], [0, 1, 2, 3], [0, 1, 2, 3], [0, 2], [2], [0, 2]),
-            ((0, 1, 1), [2, 3], [1, 3], [3], [0, 1, 2, 3], [0, 1, 2, 3], [1, 3], [3], [1, 3]),
+            ((0, 0, 0, 0), [0, 1], [0], ALL, [0, 2], [0], [0, 2]),
+            ((0, 0, 1, 0), [0, 1], [1], ALL, [1, 3], [1], [1, 3]),
+            ((0, 1, 0, 0), [2, 3], [2], ALL, [0, 2], [2], [0, 2]),
+            ((0, 1, 1, 0), [2, 3], [3], ALL, [1, 3], [3], [1, 3]),
         ],
     ),
-    (  # HSDP: two replicas of two shards; a model is one replica
+    (  # HSDP: two replicas of two shards
         {"fsdp_size": 2},
-        [
-            ((0, r, 0), [r], [0, 1, 2, 3], [r], [0, 1, 2, 3], model, [0, 1, 2, 3], [r],
-             [[0, 1], [2, 3]])
-            for r, model in enumerate(([0, 1], [0, 1], [2, 3], [2, 3]))
-        ],
+        [((0, r, 0, r // 2), [r], [r], ALL, ALL, [r], [[0, 1], [2, 3]]) for r in range(4)],
     ),
-    (  # four stages: the ends are ranks 0 and 3, the middle has no tied partner of its own
+    (  # four stages: the ends are ranks 0 and 3, those between have no tied partner
         {"pipeline_model_parallel_size": 4, "num_layers": 4},
+        [((r, 0, 0, 0), [r], ALL, [r], ALL, [0, 3] if r in (0, 3) else [r], [r]) for r in range(4)],
+    ),
+    (  # two replicas of each stage
+        {**PP2, "fsdp_size": 1},
         [
-            ((r, 0, 0), [r], [r], [0, 1, 2, 3], [r], [0, 1, 2, 3], [0, 1, 2, 3], [0, 3], [r])
-            if r in (0, 3)
-            else ((r, 0, 0), [r], [r], [0, 1, 2, 3], [r], [0, 1, 2, 3], [0, 1, 2, 3], [r], [r])
-            for r in range(4)
+            ((0, 0, 0, 0), [0], [0, 2], [0, 1], ALL, [0, 2], [[0], [1]]),
+            ((0, 1, 0, 1), [1], [1, 3], [0, 1], ALL, [1, 3], [[0], [1]]),
+            ((1, 0, 0, 0), [2], [0, 2], [2, 3], ALL, [0, 2], [[2], [3]]),
+            ((1, 1, 0, 1), [3], [1, 3], [2, 3], ALL, [1, 3], [[2], [3]]),
         ],
     ),
-    (
-        {**PP2, "fsdp_size": 1},  # two replicas of each stage
-        [
-            ((0, 0, 0), [0], [0, 1], [0, 2], [0, 1], [0, 2], [0, 1, 2, 3], [0, 2], [[0], [1]]),
-            ((0, 1, 0), [1], [0, 1], [1, 3], [0, 1], [1, 3], [0, 1, 2, 3], [1, 3], [[0], [1]]),
-            ((1, 0, 0), [2], [2, 3], [0, 2], [2, 3], [0, 2], [0, 1, 2, 3], [0, 2], [[2], [3]]),
-            ((1, 1, 0), [3], [2, 3], [1, 3], [2, 3], [1, 3], [0, 1, 2, 3], [1, 3], [[2], [3]]),
-        ],
-    ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("changes, table", TABLES, ids=lambda value: str(value)[:60])
 def test_groups_of_four_ranks(ranks, changes, table):
     answers = ranks.run(groups_of_this_rank, **changes)
-    names = ("place", "tp", "dp", "pp", "stage", "model", "loss", "tied", "fsdp")
+    names = ("place", "tp", "pp", "stage", "loss", "tied", "fsdp")
     for rank, (answer, row) in enumerate(zip(answers, table, strict=True)):
-        wanted = dict(zip(names, row, strict=True)) | {"all": [0, 1, 2, 3], "tp mesh": row[1]}
+        wanted = dict(zip(names, row, strict=True)) | {"all": ALL, "tp mesh": row[1]}
         assert answer == wanted, f"rank {rank}"
 
 

@@ -1,20 +1,15 @@
-"""Stages and schedules: boundary dtypes are enforced, deferred work runs once and in its slot."""
+"""Parts of the pipeline: boundary dtypes, deferred work, forward-only passes."""
 
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-import megafp8.layers.native.operands as operands
-from megafp8.parallel import CommGroup, Traffic
+from megafp8.parallel import Traffic
 from megafp8.parallel.pipeline import DeferredWeightGradients, _CountedStage
 from megafp8.parallel.traffic import summarize
-from tests.model.small import FP8, micro_batches, small_config, start_run
-
-MICRO_BATCHES = 4
+from tests.model.small import micro_batches, small_config, start_run
 
 
 def test_deferred_work_belongs_to_one_backward():
@@ -30,57 +25,6 @@ def test_deferred_work_belongs_to_one_backward():
     assert done == ["first", "second"], "each runs once"
     queue.take()()
     assert done == ["first", "second", "of the next backward"]
-
-
-def work_of_a_step(schedule: str) -> Counter[str]:
-    """How often each GEMM, cast, gather and reduction of the linears runs in one step."""
-    run = start_run(
-        small_config(
-            **FP8,
-            num_layers=4,
-            pipeline_model_parallel_size=2,
-            tensor_model_parallel_size=2,
-            sequence_parallel=True,
-            pipeline_schedule=schedule,
-        )
-    )
-    counts: Counter[str] = Counter()
-
-    def counting(name: str) -> Any:
-        original = getattr(operands, name)
-
-        def call(*args: Any) -> Any:
-            counts[name] += 1
-            return original(*args)
-
-        return mock.patch.object(operands, name, call)
-
-    gather = CommGroup.all_gather
-
-    def counted_gather(self: CommGroup, tensor: torch.Tensor, kind: str) -> torch.Tensor:
-        counts[kind] += kind == "tp_linear_all_gather"
-        return gather(self, tensor, kind)
-
-    with (
-        counting("fprop"),
-        counting("dgrad"),
-        counting("wgrad"),
-        counting("quantize"),
-        mock.patch.object(CommGroup, "all_gather", counted_gather),
-    ):
-        run.train(range(1))
-    return counts
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_each_product_cast_and_gather_runs_once(ranks, schedule):
-    """Zero bubble defers weight gradients; nothing may be computed a second time for it."""
-    uses = MICRO_BATCHES * 2 * 4  # two layers of four linears on each rank
-    for counts in ranks.run(work_of_a_step, schedule=schedule):
-        assert (counts["fprop"], counts["dgrad"], counts["wgrad"]) == (uses, uses, uses)
-        assert counts["quantize"] == 2 * uses + 8, "input and gradient each time, weights once"
-        # Column-parallel: the input twice; row-parallel: the gradient once. Half of each.
-        assert counts["tp_linear_all_gather"] == 3 * uses // 2
 
 
 def boundary_stage() -> _CountedStage:
@@ -107,23 +51,6 @@ def test_boundaries_of_another_dtype_are_refused(dtype):
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(AssertionError, match=f"stage 3: boundary tensor is torch.{name}"):
         boundary_stage()._check(sends(torch.bfloat16, dtype))
-
-
-def dtypes_sent(**changes: Any) -> set[str]:
-    """Dtypes of everything that a training step sends over the boundary."""
-    run = start_run(small_config(pipeline_model_parallel_size=2, **changes))
-    run.mesh.traffic.drain()
-    run.train(range(1))
-    return set(summarize(torch.tensor([run.mesh.traffic.drain()]))[0]["pp_p2p"])
-
-
-@pytest.mark.parametrize(
-    "precision, dtype",
-    [({}, "float32"), ({"bf16": True}, "bfloat16"), ({"fp16": True}, "float16"), (FP8, "bfloat16")],
-)
-def test_boundaries_are_of_the_compute_dtype(ranks, precision, dtype):
-    """Rank 0 sends activations, rank 1 gradients."""
-    assert ranks.run(dtypes_sent, world_size=2, **precision) == [{dtype}] * 2
 
 
 def evaluated(schedule: str, **changes: Any) -> float:

@@ -182,7 +182,9 @@ class Training:
         tensors = dict(state_tensors(self.step, optimizer=True, loading=False))
         if self.model.registry is not None:
             tensors |= self.model.registry.tensors()
-            tensors["registry.scale_inv"] = self.model.registry.scale_inv.clone()
+            for index, (module, role) in enumerate(self.model.registry.keys):
+                scale_inv = self.model.registry.scale_inv[index].clone()
+                tensors[f"registry.{module}.{role}.scale_inv"] = scale_inv
         tensors |= {f"live.{name}": p.data for name, p in self.model.parameters.items()}
         return {name: digest(_whole(tensor)) for name, tensor in sorted(tensors.items())}
 

@@ -47,7 +47,10 @@ over 2 ranks and shards over 2. The layouts with four stages of two blocks (inte
 FP32 differs only by the order of sums. In BF16 the partial sums of tensor-parallel ranks are
 rounded to BF16 before they are added, as they travel in BF16. In FP8 such a last-bit difference now
 and then moves a value to the neighbouring FP8 code, 16 to 32 times as far away, hence the wider
-bound. Without tensor parallelism only the order differs in which losses and gradients are added.
+bound. Without tensor parallelism only the order differs in which losses and gradients are added;
+for pipeline schedules not even that, but for the gradient norm, through whose last bit clipping
+scales the gradients: without clipping every loss, weight, moment and FP8 scale of a pipelined run
+equals one rank's bit for bit (`tests/distributed/test_schedules.py`).
 """
 
 

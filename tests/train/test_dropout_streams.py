@@ -61,15 +61,15 @@ class Recorder:
             self.hidden.append(np.packbits(kept.numpy()))
             return kept
 
-        def attend_and_note(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+        def attend_and_note(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             # Before the call that counts: a recompute is broken off inside it.
             state, length = torch.get_rng_state(), q.shape[2]
             eye = torch.eye(length).expand(*q.shape[:2], length, length)
-            weights = attend(torch.zeros(q.shape), torch.zeros(k.shape), eye, **kwargs)
+            weights = attend(torch.zeros(q.shape), torch.zeros(k.shape), eye, *args, **kwargs)
             seen = torch.ones(length, length, dtype=torch.bool).tril()
             self.attention.append(np.packbits((weights[..., seen] != 0).numpy()))
             torch.set_rng_state(state)
-            return attend(q, k, v, **kwargs)
+            return attend(q, k, v, *args, **kwargs)
 
         with (
             mock.patch.object(dropout, "dropout_mask", hidden_mask),

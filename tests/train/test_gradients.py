@@ -12,6 +12,7 @@ from tests.model.small import (
     LLAMA,
     Run,
     kept_gradients,
+    micro_batches,
     one_rank,  # noqa: F401
     small_config,
     start_run,
@@ -137,6 +138,42 @@ def test_no_clipping_below_the_limit_or_without_one(ranks, clip_grad):
     for result, gradients in ranks.run(clipped, world_size=2, clip_grad=clip_grad):
         assert result.grad_norm == pytest.approx(85.0, rel=1e-7)
         assert set(gradients.values()) <= {4.0, 12.0, 84.0}
+
+
+KINDS = {
+    "qk_layernorm": True,
+    "add_qkv_bias": True,
+    "add_attention_output_bias": True,
+    "add_mlp_bias": True,
+}
+
+
+def replicated_gradients(**changes: Any) -> dict[str, Tensor]:
+    """Complete gradients of the parameters that every tensor-parallel rank holds whole."""
+    run = start_run(small_config(LLAMA, **KINDS, **changes))
+    run.model.runner.train(micro_batches(run, 0))
+    run.step.gradients.collect()
+    return {
+        entry.name: entry.shard.grad
+        for entry in run.step.gradients.entries
+        if run.model.specs[entry.name].tp_dim is None and entry.shard.grad is not None
+    }
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_replicated_parameters_get_the_sum_over_tensor_parallel(ranks, sequence_parallel):
+    """Norms and row biases see a part of the tokens, norms of queries a part of the heads."""
+    (wanted,) = ranks.run(replicated_gradients, world_size=1)
+    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    answers = ranks.run(replicated_gradients, world_size=2, **layout)
+    assert sum("q_layernorm" in name for name in wanted) == 2
+    assert sum(name.endswith("bias") for name in wanted) == 4
+    for found in answers:
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            error = (found[name] - value).norm() / value.norm()
+            assert error < 1e-5, (name, float(error))
+            assert torch.equal(found[name], answers[0][name]), name
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -340,6 +340,16 @@ def test_a_constant_loss_scale_cancels(scale):
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=2e-2)
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_fp16_stops_where_no_smaller_scale_can_help():
+    """At the lowest scale, or with a constant one, an overflow is a bad step like any other."""
+    lowest = {"initial_loss_scale": 2.0**40, "min_loss_scale": 2.0**40}
+    for changes in (lowest, {"loss_scale": 2.0**40, "initial_loss_scale": None}):
+        run = fp16_run(**changes, max_consecutive_bad_steps=3)
+        with pytest.raises(TrainingError, match="iteration 3: 3 steps in a row"):
+            run.train(range(5))
+
+
 def fp16_on_two_stages() -> list[float]:
     run = fp16_run(pipeline_model_parallel_size=2)
     return [result.loss for result in run.train(range(3))]

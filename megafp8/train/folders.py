@@ -1,0 +1,124 @@
+"""The folders of a run: found usable before the first step, by rank 0, for all ranks."""
+
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from megafp8.checkpoint import find_checkpoint
+from megafp8.checkpoint.agree import on_first_rank
+from megafp8.config import RunConfig
+from megafp8.errors import CheckpointError
+from megafp8.log import get_logger
+from megafp8.precision import PrecisionPlan, build_manifest, write_manifest
+
+log = get_logger(__name__)
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def checkpoint_to_load(config: RunConfig) -> Path | None:
+    """The checkpoint that `--load` means, by the rules of `find_checkpoint`; a collective call.
+
+    Rank 0 decides: another rank may see a shared file system later and must not take another one.
+
+    Raises:
+        CheckpointError: on all ranks; nothing usable there although something should be.
+    """
+    load = config.checkpoint.load
+    if load is None:
+        return None
+    found = on_first_rank(f"--load {load}", lambda: find_checkpoint(Path(load)), None)
+    if found is None and config.checkpoint.exit_on_missing_checkpoint:
+        raise CheckpointError(
+            f"--load {load}: found no checkpoint there, and --exit-on-missing-checkpoint is given"
+        )
+    if found is None:
+        log.info("--load %s holds no checkpoint: training starts fresh", load)
+    return found
+
+
+def open_run_dir(config: RunConfig) -> Path:
+    """Make the run folder, named by rank 0 where no name was given; a collective call.
+
+    Raises:
+        CheckpointError: on all ranks; it cannot be made or written.
+    """
+    given = config.logging.run_dir
+
+    def make() -> Path:
+        folder = Path(given or f"runs/{datetime.now(timezone.utc):%Y%m%d-%H%M%S}")
+        _probe(folder)
+        return folder
+
+    return on_first_rank(f"--run-dir {given or 'runs/...'}", make, None)
+
+
+def open_save_dir(config: RunConfig, run_dir: Path, fresh: bool) -> Path:
+    """Make the folder of the checkpoints; a collective call.
+
+    Args:
+        config: the run.
+        run_dir: of the run; checkpoints go there unless --save says otherwise.
+        fresh: no checkpoint was loaded. Then a folder that holds some is of another run, whose
+            checkpoints this one would replace or mix with its own.
+
+    Raises:
+        CheckpointError: on all ranks; it cannot be written, or is another run's.
+    """
+    folder = Path(config.checkpoint.save or run_dir / "checkpoints")
+
+    def make() -> Path:
+        _probe(folder)
+        other = find_checkpoint(folder) if fresh else None
+        if other is not None:
+            raise CheckpointError(
+                f"found {other.name} of another run there, and this one starts fresh; give --load "
+                f"{folder} to continue it, or another --run-dir or --save"
+            )
+        return folder
+
+    return on_first_rank(f"saving to {folder}", make, None)
+
+
+def write_records(
+    config: RunConfig,
+    plan: PrecisionPlan,
+    run_dir: Path,
+    device: torch.device,
+    backend: Mapping[str, Any],
+) -> str:
+    """Write `config.yaml` and the manifest on rank 0; a collective call.
+
+    Args:
+        config: the run.
+        plan: its precision plan.
+        run_dir: where to.
+        device: where it runs.
+        backend: which backend makes the layers, and why.
+
+    Returns:
+        The manifest's sha256, on all ranks.
+    """
+
+    def write() -> str:
+        text = yaml.safe_dump(config.to_dict(), sort_keys=False)
+        (run_dir / "config.yaml").write_text(text, encoding="utf-8")
+        content = build_manifest(config, plan, device=device_name(device), backend=backend)
+        return write_manifest(run_dir, content).sha256
+
+    return on_first_rank(f"writing to {run_dir}", write, None)
+
+
+def _probe(folder: Path) -> None:
+    """Make a folder and write a file into it, so that a bad one is known before training."""
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / ".write_probe"
+    probe.write_bytes(b"")
+    probe.unlink()
