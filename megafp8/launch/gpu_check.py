@@ -103,7 +103,8 @@ class _Setup:
             y = linear(leaf)
         y.backward(dy)
         assert leaf.grad is not None
-        dw = linear.weight.grad.to_local().flatten(0, -2)
+        weight: Any = linear.weight
+        dw = weight.grad.to_local().flatten(0, -2)
         linear.weight.grad = None
         return {"y": y.detach(), "dx": leaf.grad, "dw": dw}
 
