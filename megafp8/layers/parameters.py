@@ -18,6 +18,12 @@ from megafp8.parallel.rng import stream_seed
 BLOCK_ROWS = 128
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, with its gradient flowing back to it."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
 def _draw_rows(seed: int, name: str, first: int, last: int, columns: int, std: float) -> Tensor:
     """Rows [first, last) of the parameter seen as [rows, columns], fp32 on CPU."""
     parts = []

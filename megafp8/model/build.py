@@ -13,6 +13,7 @@ from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.errors import ConfigurationError
 from megafp8.layers import LayerContext, ParameterFactory
 from megafp8.layers.choice import BackendChoice, choose_backend, make_backend
+from megafp8.layers.parameters import local
 from megafp8.layers.rope import Rope, RopeScaling
 from megafp8.model.gpt import GPTStage
 from megafp8.numerics import Recipe, ScaleRegistry
@@ -55,8 +56,7 @@ class Model:
     def copy_tied_embedding(self) -> None:
         """Where this rank holds both ends of a tied embedding, the output layer follows."""
         if self.tied and EMBEDDING in self.parameters and OUTPUT in self.parameters:
-            local = [self.parameters[name].data.to_local() for name in (OUTPUT, EMBEDDING)]  # type: ignore[attr-defined]
-            local[0].copy_(local[1])
+            local(self.parameters[OUTPUT]).copy_(local(self.parameters[EMBEDDING]))
 
     def set_training(self, training: bool) -> None:
         """Switch dropout on or off."""

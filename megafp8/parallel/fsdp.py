@@ -89,8 +89,11 @@ def shard_module(
     traffic = mesh.traffic
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-    module.set_custom_all_gather(_CountedAllGather(traffic, f"fsdp_{kind}_all_gather"))
-    module.set_custom_reduce_scatter(_CountedReduceScatter(traffic, f"fsdp_{kind}_reduce_scatter"))
+    # FSDP2 takes any object with these methods; its base classes are not public.
+    gather: Any = _CountedAllGather(traffic, f"fsdp_{kind}_all_gather")
+    reduce: Any = _CountedReduceScatter(traffic, f"fsdp_{kind}_reduce_scatter")
+    module.set_custom_all_gather(gather)
+    module.set_custom_reduce_scatter(reduce)
     replicas = mesh.layout.replicate
     if replicas > 1:
         # FSDP2 calls the hook with the tensor it has just all-reduced over the replicas.

@@ -81,7 +81,9 @@ class _GroupCache:
             mine = None
             for ranks in lists:
                 made = dist.new_group(ranks, timeout=self.world.timeout)
-                mine = made if self.world.rank in ranks else mine
+                if self.world.rank in ranks:
+                    assert isinstance(made, dist.ProcessGroup)
+                    mine = made
             self.known[key] = mine
         return self.known[key]
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from megafp8.errors import TrainingError
 from megafp8.parallel.fsdp import begin_micro_batch
 from megafp8.parallel.mesh import Mesh
 
@@ -59,10 +60,7 @@ class _CountedStage(PipelineStage):
         for op in ops:
             tensor = op.tensor
             assert tensor is not None
-            assert tensor.dtype == self.boundary_dtype, (
-                f"stage {self.stage_index}: boundary tensor is {tensor.dtype}, "
-                f"allowed {self.boundary_dtype}"
-            )
+            _check_boundary(tensor, self.boundary_dtype, self.stage_index)
             self.mesh.traffic.sent("pp_p2p", tensor)
         return ops
 
@@ -71,6 +69,12 @@ class _CountedStage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._check(super().get_bwd_send_ops(bwd_chunk_id))
+
+
+def _check_boundary(tensor: Tensor, allowed: torch.dtype, stage: int) -> None:
+    """Refuse a boundary tensor of another dtype; no assert, since it must also hold under -O."""
+    if tensor.dtype != allowed:
+        raise TrainingError(f"stage {stage}: boundary tensor is {tensor.dtype}, allowed {allowed}")
 
 
 def _scaled_identity(scale: Callable[[], float]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -222,14 +226,14 @@ class PipelineRunner:
             elif owner[index + 1] == rank:
                 kept[index, number] = y
             else:
-                pending.append((self._send(y, owner[index + 1]), y))
+                pending.append((self._send(y, owner[index + 1], index), y))
         for work, _ in pending:
             if work is not None:
                 work.wait()
         return outputs
 
-    def _send(self, tensor: Tensor, pp_rank: int) -> dist.Work | None:
-        assert tensor.dtype == self.boundary_dtype
+    def _send(self, tensor: Tensor, pp_rank: int, stage: int) -> dist.Work | None:
+        _check_boundary(tensor, self.boundary_dtype, stage)
         self.mesh.traffic.sent("pp_p2p", tensor)
         return dist.isend(tensor.contiguous(), group=self.mesh.pp.process_group, group_dst=pp_rank)
 

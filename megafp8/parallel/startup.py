@@ -73,7 +73,13 @@ def start(
         torch.use_deterministic_algorithms(True)
     timeout = timedelta(minutes=timeout_minutes)
     if world_size == 1:
-        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            name,
+            store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
+            rank=0,
+            world_size=1,
+            timeout=timeout,
+        )
     else:
         missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
         if missing:

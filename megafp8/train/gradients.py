@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from megafp8.config.shape import EMBEDDING, OUTPUT
+from megafp8.layers.parameters import local
 from megafp8.model import Model
 from megafp8.parallel.mesh import Mesh
 from megafp8.train.optimizer import NamedShard, wants_decay
@@ -40,7 +41,7 @@ class Gradients:
             # each shard on the first replica.
             first = mesh.replica == 0 and (spec.tp_dim is not None or mesh.tp_rank == 0)
             counts = first and not copy
-            shard = parameter.to_local().detach()  # type: ignore[attr-defined]
+            shard = local(parameter).detach()
             self.entries.append(_Entry(name, parameter, shard, counts))
         self._by_name = {entry.name: entry for entry in self.entries}
 
@@ -61,7 +62,7 @@ class Gradients:
                 entry.shard.grad = torch.zeros_like(entry.shard)
             else:
                 # A gradient may be a strided piece of FSDP2's reduction buffer.
-                entry.shard.grad = gradient.to_local().contiguous()  # type: ignore[attr-defined]
+                entry.shard.grad = local(gradient).contiguous()
         self._sum_partial_over_tp()
         self._sum_tied()
 
@@ -119,7 +120,8 @@ class Gradients:
     @torch.no_grad()
     def scale(self, factor: float) -> None:
         """Multiply all gradients by `factor`."""
-        torch._foreach_mul_([self._grad(e) for e in self.entries], factor)
+        grads = [self._grad(e) for e in self.entries]
+        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def zeros(self) -> int:

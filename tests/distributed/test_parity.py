@@ -1,7 +1,7 @@
 """Training at every layout follows training on one rank: losses, gradient norms, precision plans.
 
 Each layout runs by default, with as many iterations as the time allows; the marker `slow` has all
-20 in BF16 and FP8, and eight ranks. `tests/tools/parity.py` writes the same figures as a table.
+20 everywhere, and eight ranks. `tests/tools/parity.py` writes the same figures as a table.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,6 +22,9 @@ from tests.support.layouts import (
 from tests.support.ranks import Ranks
 
 ITERATIONS = {"fp32": 20, "bf16": 2, "fp8": 6}
+# Four processes on two cores wait for one another in every tensor-parallel collective: 20
+# iterations take 25 s where two ranks take 6.
+COSTLY = {"tp4 + sp": 3}
 SMALL = [case for case in CASES if case.world_size <= 4]
 LARGE = [case for case in CASES if case.world_size > 4]
 Reference = Callable[[str, LayoutCase], Curve]
@@ -74,11 +77,12 @@ def check(ranks: Ranks, case: LayoutCase, precision: str, iterations: int, wante
 def test_layout_equals_one_rank(
     ranks: Ranks, reference: Reference, case: LayoutCase, precision: str
 ) -> None:
-    check(ranks, case, precision, ITERATIONS[precision], reference(precision, case))
+    iterations = ITERATIONS[precision] // COSTLY.get(case.name, 1) or 1
+    check(ranks, case, precision, iterations, reference(precision, case))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("case", SMALL, ids=name_of)
 def test_layout_equals_one_rank_over_20_iterations(
     ranks: Ranks, reference: Reference, case: LayoutCase, precision: str

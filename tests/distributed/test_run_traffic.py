@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.profiler import ProfilerActivity, profile
 
+from megafp8.errors import TrainingError
 from megafp8.parallel.traffic import summarize
 from tests.support.layouts import (
     PARITY,
@@ -149,7 +150,7 @@ def send_other_dtype() -> str:
     training.model.stages[0].register_forward_hook(lambda module, args, output: output.float())
     try:
         training.one_step()
-    except AssertionError as error:
+    except TrainingError as error:
         return str(error)
     return "sent"
 
@@ -166,7 +167,7 @@ def send_other_gradient() -> str:
     ]
     try:
         stage.get_bwd_send_ops(0)
-    except AssertionError as error:
+    except TrainingError as error:
         message = str(error)
     finally:
         PipelineStage.get_bwd_send_ops = original  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.errors import TrainingError
 from megafp8.parallel import Traffic
 from megafp8.parallel.pipeline import DeferredWeightGradients, _CountedStage
 from megafp8.parallel.traffic import summarize
@@ -49,7 +50,7 @@ def test_what_a_stage_sends_is_counted():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn])
 def test_boundaries_of_another_dtype_are_refused(dtype):
     name = str(dtype).removeprefix("torch.")
-    with pytest.raises(AssertionError, match=f"stage 3: boundary tensor is torch.{name}"):
+    with pytest.raises(TrainingError, match=f"stage 3: boundary tensor is torch.{name}"):
         boundary_stage()._check(sends(torch.bfloat16, dtype))
 
 

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megafp8.layers.backend import LayerContext, LinearOptions
-from megafp8.layers.native.operands import Fp8Operands, HighPrecisionOperands
+from megafp8.layers.native.operands import Fp8Operands, HighPrecisionOperands, Operands
+from megafp8.layers.parameters import local
 from megafp8.parallel.collectives import LINEAR_KINDS
 
 
@@ -99,7 +100,7 @@ def _as_gradient(local: Tensor, weight: DTensor) -> DTensor:
 class _TensorParallelLinear(nn.Module):
     """What both precisions share: parameters, bias, communication by mode."""
 
-    operands: HighPrecisionOperands | Fp8Operands
+    operands: Operands
 
     def __init__(self, context: LayerContext, options: LinearOptions) -> None:
         super().__init__()
@@ -134,7 +135,7 @@ class _TensorParallelLinear(nn.Module):
             if weight.grad is None:
                 weight.grad = gradient.float()
             else:
-                weight.grad.to_local().add_(gradient.to_local())
+                local(weight.grad).add_(gradient.to_local())
 
         self.deferred.queue.append(accumulate)
         return None
@@ -143,8 +144,7 @@ class _TensorParallelLinear(nn.Module):
         """[s(/tp), b, k] -> [s(/tp), b, n]; s is whole between a column and a row layer."""
         y = _LinearFunction.apply(x, self.weight, self)
         if self.bias is not None:
-            bias = self.bias.to_local()  # type: ignore[attr-defined]
-            y = y + bias.flatten()
+            y = y + local(self.bias).flatten()
         return y
 
     def extra_repr(self) -> str:
@@ -163,9 +163,8 @@ class HighPrecisionLinear(_TensorParallelLinear):
         """As the base; without tensor parallelism and deferral this is `F.linear`."""
         if self.tp.size > 1 or self.deferred is not None:
             return super().forward(x)
-        weight = self.weight.to_local().flatten(0, -2)  # type: ignore[attr-defined]
-        bias = self.bias.to_local().flatten() if self.bias is not None else None  # type: ignore[attr-defined]
-        return F.linear(x, weight, bias)
+        bias = local(self.bias).flatten() if self.bias is not None else None
+        return F.linear(x, local(self.weight).flatten(0, -2), bias)
 
 
 class Fp8Linear(_TensorParallelLinear):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafp8.layers.backend import LayerContext
+from megafp8.layers.parameters import local
 
 
 class _RmsNormFunction(torch.autograd.Function):
@@ -78,10 +79,10 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h] in the dtype of x."""
-        weight = self.weight.to_local()  # type: ignore[attr-defined]
+        weight = local(self.weight)
         if self.bias is None:
             return _RmsNormFunction.apply(x, weight, self.epsilon)
-        bias = self.bias.to_local()  # type: ignore[attr-defined]
+        bias = local(self.bias)
         if x.device.type == "cpu" and x.dtype != torch.float32:
             return _LayerNormFunction.apply(x, weight, bias, self.epsilon)
         return F.layer_norm(x, (x.shape[-1],), weight, bias, self.epsilon)

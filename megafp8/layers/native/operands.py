@@ -1,11 +1,14 @@
 """The operands of a linear's GEMMs: in the compute dtype, or quantized to FP8."""
 
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 
 from megafp8.numerics import (
     QuantizedTensor,
     Recipe,
+    Role,
     ScaleRegistry,
     compute_amax,
     dgrad,
@@ -15,6 +18,49 @@ from megafp8.numerics import (
     wgrad,
 )
 from megafp8.parallel.collectives import LINEAR_KINDS, CommGroup
+
+
+class Operands(Protocol):
+    """What a linear needs of its operands; an operand is a tensor or a `QuantizedTensor`."""
+
+    keeps_weight: bool
+    fp8_wgrad: bool
+
+    def enter(self, role: Role, x: Tensor, gather: bool) -> tuple[Any, Any]:
+        """(what to save for wgrad, what fprop or dgrad reads), gathered over tp if asked."""
+        ...
+
+    def gather_again(self, x: Any, gather: bool) -> Any:
+        """The saved operand as wgrad needs it."""
+        ...
+
+    def weight(self, w: Tensor) -> Any:
+        """The weight operand [n, k]."""
+        ...
+
+    def data(self, operand: Any) -> Tensor:
+        """The tensor to save for backward."""
+        ...
+
+    def scale_inv(self, operand: Any) -> Tensor | None:
+        """The scale to decode it with, if any."""
+        ...
+
+    def wrap(self, role: Role, data: Tensor, scale_inv: Tensor | None) -> Any:
+        """A saved tensor as operand again."""
+        ...
+
+    def fprop(self, x: Any, w: Any) -> Tensor:
+        """[m, k] @ [k, n] -> [m, n]."""
+        ...
+
+    def dgrad(self, dy: Any, w: Any) -> Tensor:
+        """[m, n] @ [n, k] -> [m, k]."""
+        ...
+
+    def wgrad(self, dy: Any, x: Any) -> Tensor:
+        """[n, m] @ [m, k] -> [n, k]."""
+        ...
 
 
 class HighPrecisionOperands:
@@ -29,7 +75,7 @@ class HighPrecisionOperands:
     def __repr__(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    def enter(self, role: str, x: Tensor, gather: bool) -> tuple[Tensor, Tensor]:
+    def enter(self, role: Role, x: Tensor, gather: bool) -> tuple[Tensor, Tensor]:
         """(what to save, what the GEMM reads); gathered over tp along tokens if asked."""
         return x, self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
 
@@ -48,7 +94,7 @@ class HighPrecisionOperands:
     def scale_inv(self, operand: Tensor) -> None:
         """High-precision operands have no scale."""
 
-    def wrap(self, role: str, data: Tensor, scale_inv: Tensor | None) -> Tensor:
+    def wrap(self, role: Role, data: Tensor, scale_inv: Tensor | None) -> Tensor:
         """A saved tensor as operand again."""
         return data
 
@@ -99,13 +145,13 @@ class Fp8Operands:
         wgrad = "" if self.fp8_wgrad else ", wgrad in high precision"
         return f"fp8 delayed: input {forward}, weight {forward}, grad_output {gradient}{wgrad}"
 
-    def _quantize(self, role: str, x: Tensor) -> QuantizedTensor:
+    def _quantize(self, role: Role, x: Tensor) -> QuantizedTensor:
         index, fmt = self.index[role], self.recipe.format(role)
         data = quantize(x, self.registry.scale_of(index), fmt)
         return QuantizedTensor(data, self.registry.scale_inv_of(index), fmt)
 
     def enter(
-        self, role: str, x: Tensor, gather: bool
+        self, role: Role, x: Tensor, gather: bool
     ) -> tuple[QuantizedTensor | Tensor, QuantizedTensor]:
         """Quantize x [tokens, features], record its amax, gather it over tp along tokens if asked.
 
@@ -163,7 +209,7 @@ class Fp8Operands:
         """The scale to decode the payload with."""
         return None if isinstance(operand, Tensor) else operand.scale_inv
 
-    def wrap(self, role: str, data: Tensor, scale_inv: Tensor | None) -> QuantizedTensor | Tensor:
+    def wrap(self, role: Role, data: Tensor, scale_inv: Tensor | None) -> QuantizedTensor | Tensor:
         """A saved payload as operand again."""
         if scale_inv is None:
             return data
