@@ -55,6 +55,23 @@ _environment_install() {
     echo "${checksum}" >"${stamp}"
 }
 
+# Called by test.sh alone: TransformerEngine's Python for tests, see requirements-te.txt.
+environment_install_te() {
+    local folder="${REPOSITORY}/.venv/te" list="${REPOSITORY}/requirements-te.txt"
+    if cmp --silent "${list}" "${folder}/megafp8-stamp"; then
+        return
+    fi
+    echo "environment: installing requirements-te.txt" >&2
+    rm -rf "${folder}"
+    if "${VENV_PYTHON}" -m pip install --quiet --disable-pip-version-check --no-deps \
+        --target "${folder}" -r "${list}" >&2; then
+        cp "${list}" "${folder}/megafp8-stamp"
+    else
+        rm -rf "${folder}"
+        echo "environment: that failed; the TransformerEngine tests will be skipped" >&2
+    fi
+}
+
 if ! "${VENV_PYTHON}" -m pip --version >/dev/null 2>&1; then
     _environment_create
 fi

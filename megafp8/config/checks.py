@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megafp8.config.backend import transformer_engine_refusal
 from megafp8.config.layout import chunks_per_rank, ramp_sizes
 from megafp8.errors import ConfigurationError
 
@@ -69,11 +70,6 @@ def _unbuilt_precision(config: RunConfig) -> list[tuple[bool, str, str]]:
     precision = config.precision
     return [
         (
-            config.model.transformer_impl == "transformer_engine",
-            "--transformer-impl transformer_engine",
-            "allowed: auto, native",
-        ),
-        (
             precision.fp8_recipe not in ("auto", "delayed"),
             f"--fp8-recipe {precision.fp8_recipe}",
             "allowed: auto, delayed",
@@ -85,6 +81,12 @@ def _unbuilt_precision(config: RunConfig) -> list[tuple[bool, str, str]]:
         ),
         (precision.fp8_param_gather, "--fp8-param-gather", "weights are gathered in BF16"),
         (precision.fp8_grad_reduce, "--fp8-grad-reduce", "gradients are reduced in FP32"),
+        (
+            precision.fp8_attention != "none",
+            f"--fp8-attention {precision.fp8_attention}",
+            "the attention core runs in BF16 (TransformerEngine has an FP8 one for delayed scaling "
+            "on Hopper alone); allowed: none",
+        ),
         (precision.fp8_tp_comm == "all", "--fp8-tp-comm all", "allowed: none, all-gather"),
         (
             precision.fp8_amax_window == "micro-batch",
@@ -240,6 +242,10 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
 
 def _precision(config: RunConfig) -> Iterator[str]:
     precision = config.precision
+    if config.model.transformer_impl == "transformer_engine":
+        refusal = transformer_engine_refusal(config)
+        if refusal is not None:
+            yield f"--transformer-impl transformer_engine: {refusal}"
     if precision.bf16 and precision.fp16:
         yield "--bf16 contradicts --fp16; give one of the two"
     if precision.fp8 and precision.fp16:

@@ -27,7 +27,6 @@ ACCEPTED: dict[str, str] = {
     "--no-async-tensor-model-parallel-allreduce": "a matter of speed",
     "--no-overlap-p2p-communication": "a matter of speed",
     "--overlap-p2p-communication-warmup-flush": "a matter of speed",
-    "--tp-comm-overlap": "a matter of speed",
     "--ddp-bucket-size": "FSDP2 groups parameters by block",
     "--ddp-num-buckets": "FSDP2 groups parameters by block",
     "--ddp-average-in-collective": "gradients are summed and scaled once",
@@ -64,6 +63,7 @@ ACCEPTED_VALUES: dict[str, tuple[str, str]] = {
 REFUSED: dict[str, str] = {
     "--fp8-interval": "it is ignored since Transformer Engine 1.8: scales are updated every step",
     "--fp4-format": "there is no FP4",
+    "--tp-comm-overlap": "TransformerEngine's user buffers are not used in this version",
     "--te-precision-config-file": "use --precision-policy FILE.yaml",
     "--grad-reduce-in-bf16": "gradients are reduced in fp32",
     "--num-experts": "there are no experts (MoE)",

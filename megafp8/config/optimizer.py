@@ -18,7 +18,9 @@ from megafp8.config.base import (
 class OptimizerConfig(Section):
     """Optimizer and schedule, under Megatron's names."""
 
-    optimizer: Literal["adam", "sgd"] = Field(default="adam", description="update rule")
+    optimizer: Literal["adam", "sgd", "apex"] = Field(
+        default="adam", description="update rule; apex is adam by NVIDIA apex's fused kernel"
+    )
     lr: PositiveFloat = Field(description="highest learning rate")
     min_lr: NonNegativeFloat = Field(default=0.0, description="lowest learning rate")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = Field(

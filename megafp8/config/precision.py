@@ -70,6 +70,9 @@ class PrecisionConfig(Section):
     fp8_tp_comm: Literal["none", "all-gather", "all"] = Field(
         default="all-gather", description="which sequence-parallel traffic of FP8 linears is FP8"
     )
+    fp8_attention: Literal["none", "dpa", "mha"] = Field(
+        default="none", description="FP8 in the attention core (TransformerEngine's recipe fields)"
+    )
     fp8_grad_reduce: bool = Field(
         default=False, description="reduce FSDP gradients of blocks in FP8"
     )

@@ -4,8 +4,9 @@ A backend makes the modules whose arithmetic the precision plan governs. Both ba
 module names, parameter names (canonical), scale state and metrics.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -71,4 +72,12 @@ class Backend(Protocol):
 
     def norm(self, context: LayerContext, name: str, kind: str, epsilon: float) -> nn.Module:
         """LayerNorm or RMSNorm over the last dim, replicated over tp."""
+        ...
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """What the forward of a stage runs in, once per micro-batch."""
+        ...
+
+    def recompute_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """(around the first forward, around the second) of a part recomputed inside a scope."""
         ...

@@ -40,6 +40,7 @@ class Block(nn.Module):
         model, prefix = config.model, f"decoder.layers.{layer}"
         norm = (model.normalization, model.norm_epsilon)
         self.prefix, self.recompute, self.hidden_dropout = prefix, recompute, model.hidden_dropout
+        self._recompute_contexts = backend.recompute_contexts
         attention, mlp = f"{prefix}.self_attention", f"{prefix}.mlp"
 
         def fp8(*names: str) -> tuple[bool, bool]:
@@ -80,7 +81,14 @@ class Block(nn.Module):
         """Run the block, under activation recompute if it was asked for."""
         if self.recompute and torch.is_grad_enabled():
             # Dropout replays by its key; torch's default generator is not used.
-            return checkpoint(self._body, x, key, use_reentrant=False, preserve_rng_state=False)
+            return checkpoint(
+                self._body,
+                x,
+                key,
+                use_reentrant=False,
+                context_fn=self._recompute_contexts,
+                preserve_rng_state=False,
+            )
         return self._body(x, key)
 
     def _body(self, x: Tensor, key: MicroBatchKey) -> Tensor:

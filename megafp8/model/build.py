@@ -1,6 +1,9 @@
 """Builds this rank's stages: parameters drawn, sharded by FSDP2 block by block, registry made."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,8 +11,8 @@ from torch import nn
 from megafp8.config import ModelShape, ParameterSpec, RunConfig
 from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.errors import ConfigurationError
-from megafp8.layers import Backend, LayerContext, ParameterFactory
-from megafp8.layers.native import NativeBackend
+from megafp8.layers import LayerContext, ParameterFactory
+from megafp8.layers.choice import BackendChoice, choose_backend, make_backend
 from megafp8.layers.parameters import local
 from megafp8.layers.rope import Rope, RopeScaling
 from megafp8.model.gpt import GPTStage
@@ -35,6 +38,8 @@ class Model:
             embedding is under "output_layer.weight".
         tied: whether embedding and output layer share values.
         partial_gradients: names whose gradients are partial sums over tp after the backward.
+        backend: which backend made the layers, and why.
+        scope: `Backend.scope`, for calling single layers.
     """
 
     stages: list[GPTStage]
@@ -44,6 +49,8 @@ class Model:
     parameters: dict[str, nn.Parameter]
     tied: bool
     partial_gradients: frozenset[str]
+    backend: BackendChoice
+    scope: Callable[[], AbstractContextManager[Any]]
 
     @torch.no_grad()
     def copy_tied_embedding(self) -> None:
@@ -70,13 +77,15 @@ def build_model(
         mesh: the grid.
 
     Raises:
+        PrecisionError: the backend that is asked for cannot be used here.
         ConfigurationError: the parameters built, summed over pipeline ranks, are not the model's.
     """
     layout = mesh.layout
     dtype = DTYPES[config.precision.compute_dtype]
     registry = ScaleRegistry(recipe) if recipe is not None else None
     rope = _rope(config, mesh.world.device)
-    backend: Backend = NativeBackend()
+    choice = choose_backend(config)
+    backend = make_backend(choice, recipe, mesh)
 
     def shard(module: nn.Module, kind: str) -> None:
         # The fused [2, ffn, h] weight is split along h: its halves stay whole on every rank.
@@ -113,6 +122,8 @@ def build_model(
         parameters=parameters,
         tied=shape.tied,
         partial_gradients=_partial_gradients(shape, parameters, tp_sequence > 1),
+        backend=choice,
+        scope=backend.scope,
     )
 
 

@@ -62,6 +62,7 @@ class GPTStage(nn.Module):
         model, training = config.model, config.training
         self.tp, self.vocab_size = context.mesh.tp, vocab_size
         self.sequence_parallel = context.sequence_parallel
+        self._scope = backend.scope
         self.is_first, self.is_last = index == 0, index == layout.num_stages - 1
         self.embedding = None
         if self.is_first:
@@ -110,8 +111,9 @@ class GPTStage(nn.Module):
         key = MicroBatchKey(int(seed), self.tp.rank, self.sequence_parallel, self.training)
         if self.embedding is not None:
             x = self.embedding(x, position_ids, key)
-        for block in self.decoder.layers.values():
-            x = block(x, key)
+        with self._scope():
+            for block in self.decoder.layers.values():
+                x = block(x, key)
         if self.decoder.final_layernorm is None or self.output_layer is None:
             return x
         logits = self.output_layer(self.decoder.final_layernorm(x))  # [s, b, v/tp]

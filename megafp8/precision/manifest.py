@@ -42,7 +42,12 @@ class ManifestRecord:
 
 
 def build_manifest(
-    config: RunConfig, plan: PrecisionPlan, *, device: str = "cpu", extra: Mapping[str, Any] = {}
+    config: RunConfig,
+    plan: PrecisionPlan,
+    *,
+    device: str = "cpu",
+    backend: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
     """Return the manifest's content as plain values.
 
@@ -50,6 +55,7 @@ def build_manifest(
         config: The run.
         plan: Its precision plan.
         device: Where it runs, in words (`cpu`, a GPU's name).
+        backend: Which backend makes the layers, asked, chosen and why; native if not given.
         extra: More top-level entries; names that are taken are an error.
     """
     asked = config.model.transformer_impl
@@ -62,15 +68,9 @@ def build_manifest(
             "numpy": _version("numpy"),
         },
         "device": device,
-        "backend": {
-            "asked": asked,
-            "chosen": "native",
-            "reason": (
-                "auto takes native, the only backend of this version"
-                if asked == "auto"
-                else f"--transformer-impl {asked}"
-            ),
-        },
+        "backend": dict(
+            backend or {"asked": asked, "chosen": "native", "reason": f"--transformer-impl {asked}"}
+        ),
         "compute_dtype": config.precision.compute_dtype,
         "recipe": recipe_fields(config),
         "plan": plan.as_dict(),

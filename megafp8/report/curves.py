@@ -102,8 +102,8 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     """Return the mean of the finite values within `window` positions to each side.
 
     At the start, where a loss is steep, the window is symmetric and shrinks to the first value, so
-    that the curve does not lag. At the end, where it is flat, the past side stays whole: a window of
-    one would end the curve on the noise of the last batch. NaN where no value is finite.
+    that the curve does not lag. At the end, where it is flat, the past side stays whole: a window
+    of one would end the curve on the noise of the last batch. NaN where no value is finite.
     """
     smooth = []
     for index in range(len(values)):

@@ -1,7 +1,9 @@
 """The folders of a run: found usable before the first step, by rank 0, for all ranks."""
 
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -86,9 +88,20 @@ def open_save_dir(config: RunConfig, run_dir: Path, fresh: bool) -> Path:
 
 
 def write_records(
-    config: RunConfig, plan: PrecisionPlan, run_dir: Path, device: torch.device
+    config: RunConfig,
+    plan: PrecisionPlan,
+    run_dir: Path,
+    device: torch.device,
+    backend: Mapping[str, Any],
 ) -> str:
     """Write `config.yaml` and the manifest on rank 0; a collective call.
+
+    Args:
+        config: the run.
+        plan: its precision plan.
+        run_dir: where to.
+        device: where it runs.
+        backend: which backend makes the layers, and why.
 
     Returns:
         The manifest's sha256, on all ranks.
@@ -97,7 +110,7 @@ def write_records(
     def write() -> str:
         text = yaml.safe_dump(config.to_dict(), sort_keys=False)
         (run_dir / "config.yaml").write_text(text, encoding="utf-8")
-        content = build_manifest(config, plan, device=device_name(device))
+        content = build_manifest(config, plan, device=device_name(device), backend=backend)
         return write_manifest(run_dir, content).sha256
 
     return on_first_rank(f"writing to {run_dir}", write, None)

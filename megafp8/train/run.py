@@ -10,8 +10,9 @@ from megafp8.config import LaunchEnvironment, ModelShape, RunConfig
 from megafp8.data.loader import Datasets, build_datasets
 from megafp8.data.tokenizers import build_tokenizer, resolve_vocab_size
 from megafp8.errors import DataError, PrecisionError
+from megafp8.layers.choice import choose_backend
 from megafp8.log import get_logger
-from megafp8.model import build_model
+from megafp8.model import Model, build_model
 from megafp8.numerics import fp8_hardware
 from megafp8.parallel import Mesh, build_mesh, start, stop
 from megafp8.precision import PrecisionPlan, build_plan, recipe_from_config
@@ -26,6 +27,7 @@ from megafp8.train.folders import (
 from megafp8.train.loop import Loop
 from megafp8.train.loss_scaler import build_loss_scaler
 from megafp8.train.metrics import MetricsWriter, Observer
+from megafp8.train.optimizer import check_optimizer
 from megafp8.train.progress import ProgressBar
 from megafp8.train.schedule import LearningRateSchedule
 from megafp8.train.state import TrainState, load_state
@@ -46,6 +48,9 @@ def run(config: RunConfig, launch: LaunchEnvironment) -> None:
         MegaFP8Error: what the user can mend, on all ranks; data are opened before the process group
             is joined, so that a missing file leaves no rank waiting.
     """
+    # Before data and process group: a package that is not there must not cost a start.
+    choose_backend(config)
+    check_optimizer(config.optimizer)
     tokenizer = build_tokenizer(config.data)
     vocab_size = resolve_vocab_size(config.data, tokenizer)
     datasets = build_datasets(config, tokenizer)
@@ -83,11 +88,12 @@ def _train(config: RunConfig, shape: ModelShape, mesh: Mesh, datasets: Datasets)
     step = TrainingStep(config, model, mesh, scaler)
     state = load_state(source, step, config, scaler) if source is not None else TrainState()
     save_dir = open_save_dir(config, run_dir, fresh=state.iteration == 0)
-    manifest = write_records(config, plan, run_dir, mesh.world.device)
+    backend = model.backend.record()
+    manifest = write_records(config, plan, run_dir, mesh.world.device, backend)
     rank0 = mesh.world.rank == 0
     batches = BatchSizeSchedule.from_config(config, mesh.layout.dp)
     total = total_iterations(config, batches)
-    _announce(config, shape, mesh, plan, batches, run_dir)
+    _announce(config, shape, mesh, plan, model, batches, run_dir)
     if state.iteration >= total:
         log.warning("iteration %d of %d is loaded: nothing to train", state.iteration, total)
     observers: list[Observer] = []
@@ -150,10 +156,11 @@ def _announce(
     shape: ModelShape,
     mesh: Mesh,
     plan: PrecisionPlan,
+    model: Model,
     batches: BatchSizeSchedule,
     run_dir: Path,
 ) -> None:
-    """What was built, in four lines."""
+    """What was built, in five lines."""
     layout = mesh.layout
     parameters = sum(spec.numel for spec in shape.parameters())
     log.info(
@@ -182,6 +189,7 @@ def _announce(
         shape.seq_length,
         tokens,
     )
+    log.info("backend: %s (%s)", model.backend.chosen, model.backend.reason)
     log.info(
         "precision: %s, %d of %d linears in FP8; device %s; run folder %s",
         config.precision.compute_dtype,

@@ -39,12 +39,10 @@ def error(text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "fragment"),
     [
-        (
-            "--transformer-impl transformer_engine",
-            "not built yet in this version: allowed: auto, native",
-        ),
         ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "--fp8-recipe tensorwise is not"),
         ("--fp8-recipe rowwise", "not built yet"),
+        ("--fp8-attention dpa", "--fp8-attention dpa is not built yet in this version: the atten"),
+        ("--fp8-attention mha", "on Hopper alone); allowed: none"),
         ("--fp8-recipe rowwise_with_gw_hp", "not built yet"),
         ("--fp8-recipe blockwise", "not built yet"),
         ("--fp8-recipe mxfp8", "not built yet"),
@@ -151,6 +149,20 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
         ("--finetune", "--finetune needs --load"),
         ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint needs --load"),
         ("--wandb-exp-name a", "--wandb-exp-name needs --wandb-project"),
+        (
+            "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --no-fp8-wgrad",
+            "--transformer-impl transformer_engine: --no-fp8-wgrad: TransformerEngine's delayed",
+        ),
+        (
+            "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-tp-comm none "
+            "--tensor-model-parallel-size 2 --sequence-parallel",
+            "--fp8-tp-comm none: TransformerEngine gathers FP8 operands as FP8",
+        ),
+        (
+            "--transformer-impl transformer_engine --pipeline-model-parallel-size 2 "
+            "--pipeline-schedule zbv",
+            "--pipeline-schedule zbv splits the backward pass",
+        ),
     ],
 )
 def test_contradictions(text: str, fragment: str) -> None:
@@ -162,6 +174,8 @@ def test_contradictions(text: str, fragment: str) -> None:
     [
         "--transformer-impl local",
         "--transformer-impl native",
+        "--transformer-impl transformer_engine",
+        "--transformer-impl transformer_engine --bf16 --fp8-format hybrid",
         "--bf16 --fp8-format hybrid --fp8-recipe auto",
         "--bf16 --fp8-format none",
         "--fp16 --loss-scale 128",

@@ -1,5 +1,8 @@
 """The native implementation of the layer backend."""
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 from torch import nn
 
 from megafp8.layers.backend import LayerContext, LinearOptions
@@ -19,3 +22,11 @@ class NativeBackend:
     def norm(self, context: LayerContext, name: str, kind: str, epsilon: float) -> nn.Module:
         """See `Backend.norm`."""
         return Norm(context, name, kind, epsilon)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """See `Backend.scope`; nothing here."""
+        return nullcontext()
+
+    def recompute_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """See `Backend.recompute_contexts`; nothing here."""
+        return nullcontext(), nullcontext()

@@ -1,0 +1,31 @@
+"""What TransformerEngine's layers cannot do, in sentences; arithmetic on flags alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megafp8.config.run import RunConfig
+
+
+def transformer_engine_refusal(config: RunConfig) -> str | None:
+    """Return why a configuration cannot run on TransformerEngine, or None."""
+    precision, parallel = config.precision, config.parallel
+    if parallel.schedule == "zbv":
+        return (
+            "--pipeline-schedule zbv splits the backward pass, which TransformerEngine's linears "
+            "do here in one; allowed with it: 1f1b, interleaved, gpipe"
+        )
+    if not precision.fp8:
+        return None
+    if not precision.fp8_wgrad:
+        return (
+            "--no-fp8-wgrad: TransformerEngine's delayed scaling has no weight gradient in high "
+            "precision; leave it out or use native"
+        )
+    if precision.fp8_tp_comm == "none" and parallel.sequence_parallel:
+        return (
+            "--fp8-tp-comm none: TransformerEngine gathers FP8 operands as FP8; allowed with "
+            "--sequence-parallel: all-gather"
+        )
+    return None

@@ -1,0 +1,99 @@
+"""Whether TransformerEngine can be used here, with the reason, and the environment it runs in.
+
+TE reads several defaults of its recipes from the environment when it is imported. The ones that
+change numbers are set here before that import, unless the user has set them, and every NVTE_
+variable goes into the run's records.
+"""
+
+import importlib
+import importlib.util
+import os
+import re
+from importlib import metadata
+from types import ModuleType
+
+import torch
+
+from megafp8.errors import PrecisionError
+
+MINIMUM = (2, 20)
+INSTALL = 'install it with: pip install --no-build-isolation "megafp8[te]" (docs/install.md)'
+# Name -> the value TE has without the variable; set so that a change of its default shows.
+PINNED = {
+    "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "0",
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0",
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "0",
+}
+# What a package without its extension, its CUDA libraries or its metadata raises when imported.
+_IMPORT_ERRORS = (ImportError, AssertionError, FileNotFoundError, OSError, RuntimeError)
+
+
+def version() -> str | None:
+    """Version of the installed TE, without importing it; None if there is none."""
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or spec.origin is None:  # a bare folder of that name is no package
+        return None
+    try:
+        return metadata.version("transformer_engine")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def available(fp8: bool = False) -> tuple[bool, str]:
+    """Say whether TE's layers can be used in this process.
+
+    Args:
+        fp8: whether FP8 GEMMs are wanted too.
+
+    Returns:
+        (True, "TransformerEngine <version>") or (False, the reason and what to do).
+    """
+    found = version()
+    if found is None:
+        return False, f"the package transformer_engine is not installed; {INSTALL}"
+    parsed = _numbers(found)
+    if parsed is None or parsed < MINIMUM:
+        wanted = ".".join(map(str, MINIMUM))
+        return False, f"TransformerEngine {found} is installed, {wanted} or later is needed; " + (
+            INSTALL
+        )
+    if not torch.cuda.is_available():
+        return False, "TransformerEngine needs a CUDA device and torch sees none; use native"
+    try:
+        te = import_te()
+    except _IMPORT_ERRORS as error:
+        said = " ".join(str(error).split())[:200] or type(error).__name__
+        return False, f"TransformerEngine {found} cannot be imported ({said}); {INSTALL}"
+    if fp8:
+        able, reason = te.is_fp8_available(return_reason=True)
+        if not able:
+            return False, f"TransformerEngine {found} has no FP8 here: {reason}"
+    return True, f"TransformerEngine {found}"
+
+
+def _numbers(text: str) -> tuple[int, int] | None:
+    match = re.match(r"(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def import_te() -> ModuleType:
+    """Set the variables that change numbers and import `transformer_engine.pytorch`.
+
+    Raises:
+        PrecisionError: a variable that delayed scaling cannot run with.
+        ImportError, AssertionError, OSError, RuntimeError: as TE raises them.
+    """
+    override = os.environ.get("NVTE_BACKWARD_OVERRIDE")
+    if override:
+        raise PrecisionError(
+            f"NVTE_BACKWARD_OVERRIDE is {override} in the environment; delayed scaling needs it "
+            "unset: unset NVTE_BACKWARD_OVERRIDE"
+        )
+    for name, value in PINNED.items():
+        os.environ.setdefault(name, value)
+    return importlib.import_module("transformer_engine.pytorch")
+
+
+def environment() -> dict[str, str]:
+    """Every NVTE_ variable of this process, for the run's records."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith("NVTE_")}

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# One command for a machine with one GPU: the tests that need it, then both backends compared.
+#
+#   bash scripts/gpu_check.sh [--tiny] [--steps 50] [--out gpu_check]
+#   MEGAFP8_PYTHON=python bash scripts/gpu_check.sh      an interpreter that has torch, no .venv
+#
+# Writes OUT.md and OUT.json; exit code 1 if a test or a check fails.
+set -euo pipefail
+
+if [[ -n "${MEGAFP8_PYTHON:-}" ]]; then
+    REPOSITORY="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+    VENV_PYTHON="${MEGAFP8_PYTHON}"
+    export PYTHONPATH="${REPOSITORY}${PYTHONPATH:+:${PYTHONPATH}}"
+else
+    source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+fi
+cd "${REPOSITORY}"
+
+status=0
+# pytest ends with 5 where no test is marked.
+"${VENV_PYTHON}" -m pytest -q -m gpu tests || { status=$?; [[ "${status}" == 5 ]] && status=0; }
+"${VENV_PYTHON}" -m megafp8.launch.gpu_check "$@" || status=1
+exit "${status}"

@@ -1,0 +1,160 @@
+"""Every call that the adapter makes to TransformerEngine binds against the signatures of 2.20.2.
+
+The calls are read from the source, so none is forgotten: a call to a TE name without an entry in
+`CALLEES` fails, and so does a keyword that TE does not have.
+"""
+
+import ast
+import inspect
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.layouts import ROOT
+from tests.support.ranks import Ranks
+
+ADAPTER = ROOT / "megafp8/layers/transformer_engine"
+STORED = json.loads((ROOT / "tests/support/te_cpu/signatures.json").read_text())
+# Source of the callee -> key of the stored signature.
+CALLEES = {
+    "te.autocast": "pytorch.quantization:autocast.__init__",
+    "te.is_fp8_available": "pytorch.quantization:is_fp8_available",
+    "TeLinear.super().__init__": "pytorch.module.linear:Linear.__init__",
+    "TeLinear.super().forward": "pytorch.module.linear:Linear.forward",
+    "FP8GlobalStateManager.is_fp8_enabled": (
+        "pytorch.quantization:FP8GlobalStateManager.is_fp8_enabled"
+    ),
+}
+# Called as well, and not among the stored signatures: checked on the real classes in a rank below.
+LIVE = {
+    "FP8GlobalStateManager.get_buffer_info",
+    "Float8Quantizer",
+    "TeLinear.super().set_meta_tensor",
+}
+RECIPES = {"DelayedScaling"}
+
+
+def signature(entry: dict[str, Any]) -> inspect.Signature:
+    kinds = {kind.name: kind for kind in inspect._ParameterKind}
+    parameters = [
+        inspect.Parameter(
+            item["name"], kinds[item["kind"]], default=item.get("default", inspect.Parameter.empty)
+        )
+        for item in entry["params"]
+        if item["name"] not in ("self", "cls")
+    ]
+    return inspect.Signature(parameters)
+
+
+def bind(callee: str, call: ast.Call) -> None:
+    """Raise TypeError if the call does not fit the stored signature."""
+    assert not any(keyword.arg is None for keyword in call.keywords), "** hides keywords"
+    names = {str(keyword.arg): None for keyword in call.keywords}
+    signature(STORED["callables"][CALLEES[callee]]).bind(*[None] * len(call.args), **names)
+
+
+def te_calls(source: str) -> Iterator[tuple[str, ast.Call]]:
+    """Yield (callee, call) for calls of names that come from TE, `super()` of TE classes too."""
+    tree = ast.parse(source)
+    names = {"te"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "transformer_engine"
+        ):
+            names |= {alias.asname or alias.name for alias in node.names}
+    owners = {
+        child: owner.name
+        for owner in ast.walk(tree)
+        if isinstance(owner, ast.ClassDef) and any("te." in ast.unparse(b) for b in owner.bases)
+        for child in ast.walk(owner)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        text = ast.unparse(node.func)
+        if text.startswith("super().") and node in owners:
+            yield f"{owners[node]}.{text}", node
+        elif text.split(".")[0] in names:
+            yield text, node
+
+
+def test_every_call_binds() -> None:
+    seen = set()
+    for path in sorted(ADAPTER.glob("*.py")):
+        for callee, call in te_calls(path.read_text(encoding="utf-8")):
+            assert callee in CALLEES or callee in LIVE, f"{path.name}: {callee} is not listed"
+            seen.add(callee)
+            if callee in CALLEES:
+                bind(callee, call)
+    assert seen == set(CALLEES) | LIVE
+
+
+def test_recipe_fields_are_those_of_the_wheel() -> None:
+    source = (ADAPTER / "recipes.py").read_text(encoding="utf-8")
+    calls = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "checked"
+    ]
+    assert {ast.unparse(call.args[0]) for call in calls} == RECIPES
+    for call in calls:
+        fields = {field["name"] for field in STORED["recipes"][ast.unparse(call.args[0])]["fields"]}
+        used = {str(keyword.arg) for keyword in call.keywords}
+        assert used and used <= fields | {"backward_override"}, used - fields
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "te.autocast(enabled=True, fp8_recipe=r)",
+        "te.autocast(True, False, None, None, False, 1)",
+        "te.is_fp8_available(reason=True)",
+    ],
+)
+def test_a_wrong_keyword_fails(source: str) -> None:
+    ((callee, call),) = te_calls(source)
+    with pytest.raises(TypeError):
+        bind(callee, call)
+
+
+def test_a_call_of_super_is_seen() -> None:
+    source = "class TeLinear(te.Linear):\n    def f(self):\n        super().forward(1, first=2)"
+    ((callee, call),) = te_calls(source)
+    assert callee == "TeLinear.super().forward"
+    with pytest.raises(TypeError):
+        bind(callee, call)
+
+
+def live_signatures() -> dict[str, list[str]]:
+    from tests.support import te_cpu
+
+    te = te_cpu.load()
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    found = {
+        "te.autocast": te.autocast.__init__,
+        "te.is_fp8_available": te.is_fp8_available,
+        "TeLinear.super().__init__": te.Linear.__init__,
+        "TeLinear.super().forward": te.Linear.forward,
+        "FP8GlobalStateManager.is_fp8_enabled": FP8GlobalStateManager.is_fp8_enabled,
+        "FP8GlobalStateManager.get_buffer_info": FP8GlobalStateManager.get_buffer_info,
+        "Float8Quantizer": Float8Quantizer.__init__,
+        "TeLinear.super().set_meta_tensor": te.Linear.set_meta_tensor,
+    }
+    return {
+        name: [p for p in inspect.signature(function).parameters if p != "self"]
+        for name, function in found.items()
+    }
+
+
+def test_installed_wheel_has_the_stored_signatures(te_ranks: Ranks) -> None:
+    (live,) = te_ranks.run(live_signatures, world_size=1)
+    for callee, key in CALLEES.items():
+        stored = [item["name"] for item in STORED["callables"][key]["params"]]
+        assert live[callee] == [name for name in stored if name not in ("self", "cls")], callee
+    assert live["Float8Quantizer"][:3] == ["scale", "amax", "fp8_dtype"]
+    assert live["TeLinear.super().set_meta_tensor"] == ["fwd", "recipe"]
+    assert live["FP8GlobalStateManager.get_buffer_info"] == []
