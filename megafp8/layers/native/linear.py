@@ -85,10 +85,10 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, None
 
 
-def _as_gradient(local: Tensor, weight: DTensor) -> DTensor:
+def _as_gradient(mine: Tensor, weight: DTensor) -> DTensor:
     """This rank's gradient [n, k] as a DTensor placed like the weight (maybe [2, n/2, k])."""
     return DTensor.from_local(
-        local.view(weight.to_local().shape),
+        mine.view(weight.to_local().shape),
         weight.device_mesh,
         weight.placements,
         run_check=False,
