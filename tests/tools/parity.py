@@ -52,9 +52,9 @@ for pipeline schedules not even that, but for the gradient norm, through whose l
 scales the gradients: without clipping every loss, weight, moment and FP8 scale of a pipelined run
 equals one rank's bit for bit (`tests/distributed/test_schedules.py`).
 
-The preset is made for this comparison: a low learning rate and `init_method_std: 0.01` keep gradient
-spikes away, which magnify last-bit differences. With the default 0.02 the FP8 gradient norm of the
-8-block cases was seen 6.7e-02 away from one rank, beyond the bound.
+The preset is made for this comparison: a low learning rate and `init_method_std: 0.01` keep
+gradient spikes away, which magnify last-bit differences. With the default 0.02 the FP8 gradient
+norm of the 8-block cases was seen 6.7e-02 away from one rank, beyond the bound.
 """
 
 
