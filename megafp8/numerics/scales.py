@@ -68,8 +68,8 @@ def e8m0_codes(amax: Tensor, fmt: Fp8Format) -> Tensor:
     floor(log2(amax)) - emax of the element format), plus 1 where amax lies between fp8_max and the
     next power of two, which that rule would saturate. Compared as bits, hence exact.
 
-    Cases (Transformer Engine's `float_to_e8m0`): amax 0, and all below 2**-127 * fp8_max -> 0; inf ->
-    254; NaN -> 255.
+    Cases (Transformer Engine's `float_to_e8m0`): amax 0, and all below 2**-127 * fp8_max -> 0;
+    inf -> 254; NaN -> 255.
     """
     largest = int(torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32))
     bits = amax.float().view(torch.int32)
