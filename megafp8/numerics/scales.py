@@ -46,7 +46,9 @@ def next_scale(
     inverse is finite.
     """
     usable = (amax > 0) & amax.isfinite()
-    new = (fp8_max / amax) / 2.0**margin
+    # torch computes number / tensor as number * (1 / tensor), which rounds twice.
+    largest = fp8_max if isinstance(fp8_max, Tensor) else amax.new_full((), fp8_max)
+    new = (largest / amax) / 2.0**margin
     new = torch.where(new.isinf(), _FP32_MAX, new).clamp(min=_FP32_SMALLEST_NORMAL, max=cap)
     if power_of_2:
         new = round_down_to_power_of_2(new)
