@@ -38,7 +38,7 @@ def wide(count: int = 2000) -> torch.Tensor:
 
 
 def test_current_scale_by_case() -> None:
-    # As Transformer Engine's compute_scale_from_amax: 0, inf and NaN give 1.0, tiny gives FP32 max.
+    # As Transformer Engine's compute_scale_from_amax: 1.0 for 0, inf and NaN, FP32 max for tiny.
     amax = torch.tensor([0.0, 1e-40, 3.0, 448.0, INF, NAN])
     assert current_scale(amax, E4M3).tolist() == [
         1.0,
