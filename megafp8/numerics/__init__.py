@@ -10,6 +10,7 @@ from megafp8.numerics.gemm import (
     keep_decoded,
     wgrad,
 )
+from megafp8.numerics.payload import decode_row, encode_rows, sum_rows
 from megafp8.numerics.quantize import QuantizedTensor, compute_amax, decode, quantize
 from megafp8.numerics.recipe import ROLES, Recipe, Role
 from megafp8.numerics.registry import ScaleRegistry
@@ -27,10 +28,13 @@ __all__ = [
     "check_gemm_dims",
     "compute_amax",
     "decode",
+    "decode_row",
     "dgrad",
+    "encode_rows",
     "fp8_hardware",
     "fprop",
     "keep_decoded",
     "quantize",
+    "sum_rows",
     "wgrad",
 ]
