@@ -284,7 +284,7 @@ def _fp8_wires(config: RunConfig) -> Iterator[str]:
         if wanted
     ]
     if asked and precision.fp8_format is None:
-        yield f"{asked[0]} needs --fp8-format hybrid; without FP8 linears all traffic stays as it is"
+        yield f"{asked[0]} needs --fp8-format hybrid; without FP8 linears nothing travels as FP8"
     if precision.fp8_grad_error_feedback and not precision.fp8_grad_reduce:
         yield "--fp8-grad-error-feedback needs --fp8-grad-reduce, whose losses it carries over"
     if not (precision.fp8 and precision.fp8_param_gather):
@@ -296,8 +296,9 @@ def _fp8_wires(config: RunConfig) -> Iterator[str]:
         )
     if precision.recipe_name != "delayed":
         yield (
-            f"--fp8-param-gather does not work with --fp8-recipe {precision.recipe_name}: shards of "
-            "a weight can be cast apart only with a scale that all know before; allowed: delayed"
+            f"--fp8-param-gather does not work with --fp8-recipe {precision.recipe_name}: the "
+            "shards of a weight can be cast apart only with one scale that is known before; "
+            "allowed: delayed"
         )
 
 

@@ -17,7 +17,7 @@ from megafp8.layers.parameters import local
 from megafp8.layers.rope import Rope, RopeScaling
 from megafp8.model.gpt import GPTStage
 from megafp8.numerics import Recipe, ScaleRegistry
-from megafp8.parallel.fsdp import Fp8Wires, shard_module
+from megafp8.parallel.fsdp import Fp8ReduceScatter, Fp8Wires, shard_module
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import DeferredWeightGradients, PipelineRunner
 from megafp8.precision import PrecisionPlan
@@ -40,6 +40,7 @@ class Model:
         partial_gradients: names whose gradients are partial sums over tp after the backward.
         backend: which backend made the layers, and why.
         scope: `Backend.scope`, for calling single layers.
+        fp8_reductions: FP8 reductions of the blocks' gradients, which may hold residuals.
     """
 
     stages: list[GPTStage]
@@ -51,6 +52,7 @@ class Model:
     partial_gradients: frozenset[str]
     backend: BackendChoice
     scope: Callable[[], AbstractContextManager[Any]]
+    fp8_reductions: list[Fp8ReduceScatter]
 
     @torch.no_grad()
     def copy_tied_embedding(self) -> None:
@@ -87,11 +89,15 @@ def build_model(
     choice = choose_backend(config)
     backend = make_backend(choice, recipe, mesh)
 
+    reductions: list[Fp8ReduceScatter] = []
+
     def shard(module: nn.Module, kind: str) -> None:
         # The fused [2, ffn, h] weight is split along h: its halves stay whole on every rank.
         dims = {p: 2 for p in module.parameters() if p.dim() == 3}
         fp8 = _fp8_wires(config, module) if kind == "block" else None
-        shard_module(module, mesh, kind, dtype, dims, fp8)
+        reduction = shard_module(module, mesh, kind, dtype, dims, fp8)
+        if reduction is not None:
+            reductions.append(reduction)
 
     stages, queues = [], []
     for index in layout.stage_indices(mesh.pp_rank):
@@ -125,6 +131,7 @@ def build_model(
         partial_gradients=_partial_gradients(shape, parameters, tp_sequence > 1),
         backend=choice,
         scope=backend.scope,
+        fp8_reductions=reductions,
     )
 
 

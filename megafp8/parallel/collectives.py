@@ -107,7 +107,9 @@ class CommGroup:
         rows = tensor.reshape(self.size, -1)
         payload = encode_rows(rows, fmt)
         received = torch.empty_like(payload)
-        work = dist.all_to_all_single(received, payload, group=self.process_group, async_op=async_op)
+        work = dist.all_to_all_single(
+            received, payload, group=self.process_group, async_op=async_op
+        )
         self.traffic.gathered(kind, payload, self.size)
 
         def finish() -> None:

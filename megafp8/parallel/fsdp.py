@@ -1,5 +1,7 @@
 """FSDP2 over the data-parallel axes: fp32 master shards, compute-dtype gathers, fp32 reductions.
 
+Blocks may gather weights as FP8 codes and reduce gradients in FP8, see `Fp8Wires`.
+
 FSDP2 is used at every size, also one rank, so that there is a single path for master weights and
 gradient accumulation. Reductions are plain sums: the loss is divided once, by tokens, at the end.
 """
@@ -63,7 +65,7 @@ class _CountedReduceScatter(_Allocating):
         )
 
 
-class _Fp8ReduceScatter(_Allocating):
+class Fp8ReduceScatter(_Allocating):
     """FSDP2's reduce-scatter of gradients with FP8 bytes on the wire (`--fp8-grad-reduce`).
 
     One all-to-all, then an fp32 sum in rank order: the bits depend on no arrival order. A rank's
@@ -86,6 +88,7 @@ class _Fp8ReduceScatter(_Allocating):
         op: Any,
         async_op: bool = False,
     ) -> None:
+        """Fill `output_tensor` [n] from all ranks' `input_tensor` [size * n], both fp32."""
         assert op == dist.ReduceOp.SUM and input_tensor.dtype == torch.float32
         size, rank = group.size(), group.rank()
         rows = input_tensor.view(size, -1)
@@ -94,11 +97,15 @@ class _Fp8ReduceScatter(_Allocating):
         payload = encode_rows(rows, E4M3)
         received = torch.empty_like(payload)
         self.traffic.gathered(self.kind, payload, size)
-        # The default one is asynchronous on the host only in form: FSDP2 gives it its own stream.
+        # FSDP2 calls this in a stream of its own, as it does its own reduce-scatter.
         dist.all_to_all_single(received, payload, group=group)
         output_tensor.copy_(sum_rows(received, rows[rank], rank, E4M3))
         if self.error_feedback:
             self._keep_losses(rows, payload, rank)
+
+    def forget(self) -> None:
+        """Drop what was kept: it belongs to a gradient that was not used."""
+        self.residual = None
 
     def _keep_losses(self, rows: Tensor, payload: Tensor, rank: int) -> None:
         """What travelled as something else than it was; nothing of a faulty gradient is kept."""
@@ -132,7 +139,7 @@ def shard_module(
     compute_dtype: torch.dtype,
     shard_dims: dict[nn.Parameter, int],
     fp8: Fp8Wires | None = None,
-) -> None:
+) -> Fp8ReduceScatter | None:
     """Apply `fully_shard` to one module (its own parameters and those of unwrapped children).
 
     Args:
@@ -142,8 +149,11 @@ def shard_module(
         compute_dtype: dtype of the gathered parameters.
         shard_dims: parameters that FSDP2 splits along another dim than 0.
         fp8: what travels as FP8; nothing by default.
+
+    Returns:
+        The FP8 reduction of its gradients, if it has one.
     """
-    fp8 = fp8 or Fp8Wires()
+    wires = fp8 or Fp8Wires()
     fully_shard(
         module,
         mesh=mesh.fsdp_mesh,
@@ -161,18 +171,18 @@ def shard_module(
     # FSDP2 takes any object with these methods; its base classes are not public.
     gather: Any = _CountedAllGather(traffic, f"fsdp_{kind}_all_gather")
     reduce_kind = f"fsdp_{kind}_reduce_scatter"
-    reduce: Any = (
-        _Fp8ReduceScatter(traffic, reduce_kind, fp8.error_feedback)
-        if fp8.grad_reduce
-        else _CountedReduceScatter(traffic, reduce_kind)
-    )
+    reduction = None
+    if wires.grad_reduce:
+        reduction = Fp8ReduceScatter(traffic, reduce_kind, wires.error_feedback)
+    reduce: Any = reduction or _CountedReduceScatter(traffic, reduce_kind)
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(reduce)
-    gather_in_fp8(module, fp8.weights)
+    gather_in_fp8(module, wires.weights)
     replicas = mesh.layout.replicate
     if replicas > 1:
         # FSDP2 calls the hook with the tensor it has just all-reduced over the replicas.
         module.set_all_reduce_hook(partial(_count_replica_reduce, traffic, replicas))
+    return reduction
 
 
 def _count_replica_reduce(traffic: Traffic, replicas: int, tensor: Tensor) -> None:
