@@ -25,6 +25,16 @@ def transformer_engine_refusal(config: RunConfig) -> str | None:
         )
     if precision.fp8_fake_quant:
         return "--fp8-fake-quant: TransformerEngine multiplies in FP8; use native"
+    if precision.fp8_param_gather:
+        return (
+            "--fp8-param-gather: TransformerEngine's layers take weights in BF16 here and cast "
+            "them; leave it out or use native"
+        )
+    if precision.fp8_tp_comm == "all" and parallel.sequence_parallel:
+        return (
+            "--fp8-tp-comm all: TransformerEngine reduces in BF16; allowed with "
+            "--sequence-parallel: all-gather"
+        )
     if not precision.fp8_wgrad:
         return (
             "--no-fp8-wgrad: TransformerEngine's delayed scaling has no weight gradient in high "

@@ -23,6 +23,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     yield from _tensor_parallel(config)
     yield from _pipeline(config)
     yield from _precision(config)
+    yield from _fp8_wires(config)
     yield from _training(config)
     yield from _optimizer(config)
     yield from _data(config)
@@ -69,15 +70,12 @@ def _unbuilt_precision(config: RunConfig) -> list[tuple[bool, str, str]]:
     """Rows of (asked for, flag, what there is instead)."""
     precision = config.precision
     return [
-        (precision.fp8_param_gather, "--fp8-param-gather", "weights are gathered in BF16"),
-        (precision.fp8_grad_reduce, "--fp8-grad-reduce", "gradients are reduced in FP32"),
         (
             precision.fp8_attention != "none",
             f"--fp8-attention {precision.fp8_attention}",
             "the attention core runs in BF16 (TransformerEngine has an FP8 one for delayed scaling "
             "on Hopper alone); allowed: none",
         ),
-        (precision.fp8_tp_comm == "all", "--fp8-tp-comm all", "allowed: none, all-gather"),
         (
             config.logging.fp8_stats_interval is not None,
             "--fp8-stats-interval",
@@ -302,6 +300,35 @@ DELAYED_ONLY = (
     "fp8_nonfinite_amax",
     "fp8_weight_amax",
 )
+def _fp8_wires(config: RunConfig) -> Iterator[str]:
+    """FP8 on the wire. `--fp8-format none`, which turns a preset's FP8 off, turns these off too."""
+    precision = config.precision
+    asked = [
+        flag
+        for flag, wanted in (
+            ("--fp8-tp-comm all", precision.fp8_tp_comm == "all"),
+            ("--fp8-param-gather", precision.fp8_param_gather),
+            ("--fp8-grad-reduce", precision.fp8_grad_reduce),
+        )
+        if wanted
+    ]
+    if asked and precision.fp8_format is None:
+        yield f"{asked[0]} needs --fp8-format hybrid; without FP8 linears nothing travels as FP8"
+    if precision.fp8_grad_error_feedback and not precision.fp8_grad_reduce:
+        yield "--fp8-grad-error-feedback needs --fp8-grad-reduce, whose losses it carries over"
+    if not (precision.fp8 and precision.fp8_param_gather):
+        return
+    if precision.fp8_weight_amax == "cast":
+        yield (
+            "--fp8-param-gather contradicts --fp8-weight-amax cast: shards are cast before they "
+            "are gathered, so their common scale has to be known by then; allowed: updated"
+        )
+    if precision.recipe_name != "delayed":
+        yield (
+            f"--fp8-param-gather does not work with --fp8-recipe {precision.recipe_name}: the "
+            "shards of a weight can be cast apart only with one scale that is known before; "
+            "allowed: delayed"
+        )
 
 
 def per_rank_scales_refused(tp: int, dp: int) -> str:

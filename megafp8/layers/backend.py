@@ -46,6 +46,8 @@ class LayerContext:
         compute_dtype: dtype of activations.
         sequence_parallel: norms and dropout work on [s/tp, b, h].
         fp8_gather: gathers over tp carry FP8 payloads.
+        fp8_reduce: reduce-scatters over tp of FP8 linears carry FP8 payloads.
+        fp8_param_gather: FSDP gathers the weights of FP8 linears as FP8 codes.
         cache_weights: parameters stay gathered over a step, so FP8 casts of weights may be kept.
         deferred: queue of weight gradients of a zero-bubble schedule, else None.
     """
@@ -57,6 +59,8 @@ class LayerContext:
     compute_dtype: torch.dtype
     sequence_parallel: bool
     fp8_gather: bool
+    fp8_reduce: bool
+    fp8_param_gather: bool
     cache_weights: bool
     deferred: DeferredWeightGradients | None
 

@@ -147,6 +147,12 @@ def load_state(path: Path, step: TrainingStep, config: RunConfig, scaler: LossSc
     except KeyError:
         raise CheckpointError(f"{path}: megafp8.json holds no data position") from None
     log.info("loaded %s: iteration %d, %d samples consumed", path, record.iteration, consumed)
+    if any(reduction.error_feedback for reduction in step.model.fp8_reductions):
+        # As large as the unsharded gradients and different on every rank: not worth its bytes.
+        log.info(
+            "--fp8-grad-error-feedback starts from zero: checkpoints do not hold what the casts of "
+            "gradients lost, so the next iterations differ in rounding from an uninterrupted run"
+        )
     return TrainState(
         iteration=record.iteration,
         consumed_samples=consumed,

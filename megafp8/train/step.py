@@ -86,6 +86,8 @@ class TrainingStep:
         skipped = not finite or tokens == 0
         if skipped:
             self._report_skip(iteration, tokens)
+            for reduction in self.model.fp8_reductions:
+                reduction.forget()
         else:
             clip = self.config.optimizer.clip_grad
             clipped = min(1.0, clip / (grad_norm + 1e-6)) if clip > 0 else 1.0

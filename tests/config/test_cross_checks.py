@@ -41,9 +41,6 @@ def error(text: str) -> str:
     [
         ("--fp8-attention dpa", "--fp8-attention dpa is not built yet in this version: the atten"),
         ("--fp8-attention mha", "on Hopper alone); allowed: none"),
-        ("--fp8-param-gather", "--fp8-param-gather is not built yet"),
-        ("--fp8-grad-reduce", "--fp8-grad-reduce is not built yet"),
-        ("--fp8-tp-comm all", "--fp8-tp-comm all is not built yet"),
         ("--context-parallel-size 2", "--context-parallel-size > 1 is not built yet"),
         ("--expert-model-parallel-size 2", "not built yet"),
         ("--async-save", "--async-save is not built yet"),
@@ -179,6 +176,31 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
             "--pipeline-schedule zbv",
             "--pipeline-schedule zbv splits the backward pass",
         ),
+        (
+            "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-param-gather",
+            "--fp8-param-gather: TransformerEngine's layers take weights in BF16",
+        ),
+        (
+            "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-tp-comm all "
+            "--tensor-model-parallel-size 2 --sequence-parallel",
+            "--fp8-tp-comm all: TransformerEngine reduces in BF16",
+        ),
+        ("--bf16 --fp8-param-gather", "--fp8-param-gather needs --fp8-format hybrid"),
+        ("--bf16 --fp8-grad-reduce", "--fp8-grad-reduce needs --fp8-format hybrid"),
+        ("--bf16 --fp8-tp-comm all", "--fp8-tp-comm all needs --fp8-format hybrid"),
+        (
+            "--bf16 --fp8-format hybrid --fp8-grad-error-feedback",
+            "--fp8-grad-error-feedback needs --fp8-grad-reduce",
+        ),
+        (
+            "--bf16 --fp8-format hybrid --fp8-param-gather --fp8-weight-amax cast",
+            "--fp8-param-gather contradicts --fp8-weight-amax cast",
+        ),
+        (
+            "--bf16 --fp8-format hybrid --fp8-grad-reduce --no-fp8-reduce-amax "
+            "--tensor-model-parallel-size 2",
+            "--fp8-reduce-amax false needs tensor parallel * data parallel = 1",
+        ),
     ],
 )
 def test_contradictions(text: str, fragment: str) -> None:
@@ -194,6 +216,10 @@ def test_contradictions(text: str, fragment: str) -> None:
         "--transformer-impl transformer_engine --bf16 --fp8-format hybrid",
         "--bf16 --fp8-format hybrid --fp8-recipe auto",
         "--bf16 --fp8-format none",
+        "--bf16 --fp8-format none --fp8-tp-comm all --fp8-param-gather --fp8-grad-reduce",
+        "--bf16 --fp8-format hybrid --fp8-tp-comm all --fp8-param-gather --fp8-grad-reduce "
+        "--fp8-grad-error-feedback",
+        "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-grad-reduce",
         "--fp16 --loss-scale 128",
         "--optimizer sgd",
         "--eod-mask-loss --keep-last 2 --window-size 0,0",

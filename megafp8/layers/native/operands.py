@@ -26,6 +26,7 @@ from megafp8.numerics import (
 )
 from megafp8.numerics.granular import Axis
 from megafp8.parallel.collectives import LINEAR_KINDS, CommGroup
+from megafp8.parallel.fp8_weights import Fp8Weight
 
 WeightUse = Literal["fprop", "dgrad"]
 
@@ -206,9 +207,12 @@ class Fp8Operands:
         version = (self.registry.version, self.registry.recording)
         if self.keeps_weight and self._cached is not None and self._cached[0] == version:
             return self._cached[1]
-        if self.recipe.weight_amax == "cast":
-            self._observe("weight", w)
-        cast = self._quantize("weight", w)
+        if isinstance(w, Fp8Weight):  # gathered as codes
+            cast = w.quantized()
+        else:
+            if self.recipe.weight_amax == "cast":
+                self._observe("weight", w)
+            cast = self._quantize("weight", w)
         if self.keeps_weight:
             cast = QuantizedTensor(cast.data, cast.scale_inv.clone(), cast.format)
             keep_decoded(cast)
