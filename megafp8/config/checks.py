@@ -70,9 +70,10 @@ def _unbuilt_precision(config: RunConfig) -> list[tuple[bool, str, str]]:
     precision = config.precision
     return [
         (
-            precision.fp8_recipe not in ("auto", "delayed"),
+            precision.fp8_recipe not in ("auto", "delayed")
+            and config.model.transformer_impl != "transformer_engine",
             f"--fp8-recipe {precision.fp8_recipe}",
-            "allowed: auto, delayed",
+            "allowed: auto, delayed; with --transformer-impl transformer_engine others too",
         ),
         (
             precision.fp8_format == "e4m3",

@@ -45,9 +45,8 @@ def choose_backend(config: RunConfig) -> BackendChoice:
     if asked not in ("auto", "transformer_engine"):
         return BackendChoice(asked, "native", f"--transformer-impl {asked}")
     refusal = transformer_engine_refusal(config)
-    usable, reason = (
-        (False, refusal) if refusal else transformer_engine.available(config.precision.fp8)
-    )
+    recipe = config.precision.recipe_name if config.precision.fp8 else None
+    usable, reason = (False, refusal) if refusal else transformer_engine.available(recipe)
     if usable:
         reason = reason if asked == "auto" else f"--transformer-impl {asked}"
         return BackendChoice(

@@ -42,6 +42,8 @@ class Recipe:
         forward_format: format of inputs and weights.
         gradient_format: format of output gradients.
         fp8_wgrad: False computes the weight gradient from high-precision operands.
+        name: how scales are found, `--fp8-recipe` without `auto`.
+        power_of_2_scales: scales of the recipes without state are rounded down to powers of two.
     """
 
     margin: int = 0
@@ -52,6 +54,8 @@ class Recipe:
     forward_format: Fp8Format = E4M3
     gradient_format: Fp8Format = E5M2
     fp8_wgrad: bool = True
+    name: str = "delayed"
+    power_of_2_scales: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values without a meaning.

@@ -53,4 +53,5 @@ def recipe_from_config(config: RunConfig) -> Recipe | None:
         forward_format=formats[fields["forward_format"]],
         gradient_format=formats[fields["gradient_format"]],
         fp8_wgrad=fields["fp8_wgrad"],
+        name=fields["name"],
     )

@@ -9,7 +9,7 @@ from torch import nn
 from megafp8.layers.backend import LayerContext, LinearOptions
 from megafp8.layers.native.norm import Norm
 from megafp8.layers.transformer_engine.linear import TeLinear
-from megafp8.layers.transformer_engine.recipes import delayed_scaling
+from megafp8.layers.transformer_engine.recipes import te_recipe
 from megafp8.layers.transformer_engine.traffic import count_traffic
 from megafp8.numerics import Recipe
 from megafp8.parallel.mesh import Mesh
@@ -30,7 +30,7 @@ class TransformerEngineBackend:
     name = "transformer_engine"
 
     def __init__(self, recipe: Recipe | None, mesh: Mesh) -> None:
-        self._recipe: Any = None if recipe is None else delayed_scaling(recipe)
+        self._recipe: Any = None if recipe is None else te_recipe(recipe)
         self._group = mesh.stage.process_group
         count_traffic(mesh.tp)
 

@@ -11,6 +11,8 @@ of `ScaleRegistry.pending_amax`, so TE's casts use the registry's scales and its
 
 TE's update at the end of each autocast region and after each backward is off, because the module
 says that it is registered with TE's global buffers while it is not: they stay empty.
+
+With a recipe without state TE's own quantizers are used and the registry holds no tensor of ours.
 """
 
 from contextlib import nullcontext
@@ -23,6 +25,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from megafp8.layers.backend import LayerContext, LinearOptions
+from megafp8.layers.transformer_engine.cached_weight import KeptWeight, stand_in
+from megafp8.layers.transformer_engine.recipes import PER_TENSOR
 from megafp8.numerics import ROLES, ScaleRegistry
 
 # TE's slots per direction (csrc/common.h of 2.20): forward input, weight, output; backward
@@ -66,12 +70,19 @@ class TeLinear(te.Linear):
             self.bias = context.factory(f"{options.name}.bias")
         self.options, self._recipe = options, recipe
         self._registry: ScaleRegistry | None = None
+        self._kept: KeptWeight | None = None
+        self._delayed = False
         self._indices: dict[str, int] = {}
         # Quantizers by (slots, whether amaxes are recorded), made with the first FP8 forward.
         self._sets: dict[tuple[str, bool], list[Float8Quantizer]] = {}
         if options.fp8:
             assert context.registry is not None and recipe is not None
             self._registry = context.registry
+            if context.cache_weights and context.registry.recipe.name in PER_TENSOR:
+                self._kept = KeptWeight(context.registry)
+            self._delayed = context.registry.recipe.name == "delayed"
+        if self._delayed:
+            assert context.registry is not None
             self._indices = {role: context.registry.register(options.name, role) for role in ROLES}
             # TE's mark of a module that is in its global buffers, with keys that are not there: it
             # is never added, and TE's reductions and updates run over empty lists.
@@ -80,8 +91,9 @@ class TeLinear(te.Linear):
     def set_meta_tensor(self, fwd: bool, recipe: Any) -> None:
         """Put quantizers over the registry's memory in place of TE's own."""
         super().set_meta_tensor(fwd, recipe)
-        if self._registry is None:
+        if not self._delayed:
             return
+        assert self._registry is not None
         key = "scaling_fwd" if fwd else "scaling_bwd"
         for recording in (True, False):
             self._sets[key, recording] = self._make_quantizers(key, recording)
@@ -108,14 +120,17 @@ class TeLinear(te.Linear):
 
     def _get_weight_and_bias_tensors(self) -> tuple[Tensor, Tensor | None]:
         (weight,) = self._get_weight_tensors()
+        if self._kept is not None and self.fp8:
+            quantizer = self.quantizers["scaling_fwd"][SLOTS["scaling_fwd"].index("weight")]
+            weight = stand_in(weight, self._kept.payload(weight, quantizer))
         bias = self.bias.to_local().flatten() if self.options.bias else None  # type: ignore[operator]
         return weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
         """As `Backend.linear` says, in FP8 or not as the plan says.
 
-        `is_first_microbatch` is left at None: under FSDP2 TE keeps no FP8 weight, so each
-        micro-batch casts it, with one scale and hence to the same bytes.
+        `is_first_microbatch` is left at None: under FSDP2 TE keeps no FP8 weight. Where parameters
+        stay gathered `KeptWeight` does, else each micro-batch casts it, to the same bytes.
         """
         if self.options.fp8:
             assert self._registry is not None
@@ -135,5 +150,5 @@ class TeLinear(te.Linear):
         if self._registry is not None:
             recipe = self._registry.recipe
             forward, gradient = recipe.forward_format.name, recipe.gradient_format.name
-            kind = f"fp8 delayed: input {forward}, weight {forward}, grad_output {gradient}"
+            kind = f"fp8 {recipe.name}: input {forward}, weight {forward}, grad_output {gradient}"
         return f"{self.options.name}, {self.options.mode}, {kind}"
