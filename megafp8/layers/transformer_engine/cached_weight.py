@@ -4,18 +4,27 @@ TE's linear takes a `Float8Tensor` as weight and multiplies with its codes. Two 
 
 - where parameters stay gathered, a weight is cast once per step and kept, with the transpose that
   TE's backward reads (TE's own cache is keyed by micro-batch flags and is off under FSDP2);
-- where FSDP2 gathers FP8, the codes and their scale are there already.
+- where FSDP2 gathers FP8 (`--fp8-param-gather`), the codes and their scale are there already.
 
 The gradient is that of the values: it goes to the high-precision weight as it is.
 """
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
-from megafp8.numerics import ScaleRegistry
+from megafp8.numerics import QuantizedTensor, ScaleRegistry
+
+
+@runtime_checkable
+class GatheredInFp8(Protocol):
+    """A weight whose gather brought codes; a tensor too."""
+
+    def quantized(self) -> QuantizedTensor:
+        """The codes [n, k] and their scale."""
+        ...
 
 
 class _StandInFunction(torch.autograd.Function):
@@ -30,9 +39,19 @@ class _StandInFunction(torch.autograd.Function):
         return grad, None
 
 
-def stand_in(weight: Tensor, payload: Float8Tensor) -> Tensor:
-    """A weight [n, k] for one micro-batch: the payload's memory, the gradient of `weight`."""
-    return _StandInFunction.apply(weight, payload)
+def ready_weight(weight: Tensor, quantizer: Any, kept: "KeptWeight | None") -> Tensor:
+    """The weight as TE gets it: ready in FP8 where it is kept or was gathered so, else as it is.
+
+    Args:
+        weight: [n, k] of this rank.
+        quantizer: TE's, for weights; used only if this pass casts.
+        kept: where a cast is kept; None where parameters are gathered anew.
+    """
+    if kept is not None:
+        return _StandInFunction.apply(weight, kept.payload(weight, quantizer))
+    if isinstance(weight, GatheredInFp8):
+        return _StandInFunction.apply(weight, _from_gathered(weight, quantizer))
+    return weight
 
 
 def from_codes(
@@ -40,12 +59,12 @@ def from_codes(
 ) -> Float8Tensor:
     """Wrap FP8 codes without a copy.
 
-    The transpose for backward is made there, from the same memory: FSDP2 may free and refill it in
+    TE makes the transpose for backward there, from the same memory: FSDP2 may free and refill it in
     between.
 
     Args:
         codes: [n, k], float8 or their bytes, contiguous.
-        scale_inv: fp32, one element; the codes' values are `codes * scale_inv`.
+        scale_inv: fp32, one element; the values are `codes * scale_inv`.
         quantizer: of the weight; says the FP8 format.
         dtype: what the weight counts as, TE's activation dtype.
     """
@@ -63,12 +82,17 @@ def from_codes(
     )
 
 
+def _from_gathered(weight: Any, quantizer: Any) -> Float8Tensor:
+    quantized = weight.quantized()
+    return from_codes(quantized.data, quantized.scale_inv, quantizer, weight.dtype)
+
+
 class KeptWeight:
     """One linear's weight in FP8 while its parameters stay gathered.
 
-    A kept cast belongs to one version of the registry, which changes with every scale update, every
-    step and every load. Evaluation keeps one of its own: it records no amax, and training must not
-    find the work done.
+    It belongs to one version of the registry, which changes with every scale update, every step and
+    every load. Evaluation keeps one of its own: it records no amax, and training must not find the
+    work done.
     """
 
     def __init__(self, registry: ScaleRegistry) -> None:
@@ -78,17 +102,23 @@ class KeptWeight:
 
     @torch.no_grad()
     def payload(self, weight: Tensor, quantizer: Any) -> Float8Tensor:
-        """The cast of this version, made if need be.
+        """The weight of this version in FP8, made if need be.
 
         Args:
-            weight: [n, k] in the compute dtype.
+            weight: [n, k] in the compute dtype, or gathered in FP8.
             quantizer: TE's, for weights; it records the amax, if this pass records any.
         """
         version = (self._registry.version, self._registry.recording)
         if self._payload is None or self._version != version:
-            internal, quantizer.internal = quantizer.internal, False
             # A forward pass without gradients reads no transpose.
-            quantizer.set_usage(rowwise=True, columnwise=self._registry.recording)
-            self._payload, self._version = quantizer.quantize(weight.detach()), version
-            quantizer.internal = internal
+            columnwise = self._registry.recording
+            if isinstance(weight, GatheredInFp8):
+                made = _from_gathered(weight, quantizer)
+                made.update_usage(columnwise_usage=columnwise or None)
+            else:
+                internal, quantizer.internal = quantizer.internal, False
+                quantizer.set_usage(rowwise=True, columnwise=columnwise)
+                made = quantizer.quantize(weight.detach())
+                quantizer.internal = internal
+            self._payload, self._version = made, version
         return self._payload

@@ -25,7 +25,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from megafp8.layers.backend import LayerContext, LinearOptions
-from megafp8.layers.transformer_engine.cached_weight import KeptWeight, stand_in
+from megafp8.layers.transformer_engine.cached_weight import KeptWeight, ready_weight
 from megafp8.layers.transformer_engine.recipes import PER_TENSOR
 from megafp8.numerics import ROLES, ScaleRegistry
 
@@ -120,9 +120,9 @@ class TeLinear(te.Linear):
 
     def _get_weight_and_bias_tensors(self) -> tuple[Tensor, Tensor | None]:
         (weight,) = self._get_weight_tensors()
-        if self._kept is not None and self.fp8:
+        if self.fp8:
             quantizer = self.quantizers["scaling_fwd"][SLOTS["scaling_fwd"].index("weight")]
-            weight = stand_in(weight, self._kept.payload(weight, quantizer))
+            weight = ready_weight(weight, quantizer, self._kept)
         bias = self.bias.to_local().flatten() if self.options.bias else None  # type: ignore[operator]
         return weight, bias
 
