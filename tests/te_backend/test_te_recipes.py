@@ -1,4 +1,4 @@
-"""Recipes by TransformerEngine's names: fields, refusals, and current scaling against arithmetic."""
+"""Recipes by TransformerEngine's names: fields, refusals, current scaling against arithmetic."""
 
 import copy
 import dataclasses
@@ -279,7 +279,9 @@ def evaluated(layers: tuple[str, ...]) -> tuple[list[float], list[float], int]:
     return plain, losses, len(registry)
 
 
-@pytest.mark.parametrize("layers", [(), ("--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "0")])
+@pytest.mark.parametrize(
+    "layers", [(), ("--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "0")]
+)
 def test_evaluation_leaves_no_trace(te_ranks: Ranks, layers: tuple[str, ...]) -> None:
     plain, evaluated_losses, registered = run(te_ranks, evaluated, layers=layers)
     assert plain == evaluated_losses and plain[-1] < plain[0] and registered == 0
