@@ -14,6 +14,7 @@ from megafp8.layers.parameters import local
 from megafp8.layers.transformer_engine.cached_weight import KeptWeight, ready_weight
 from megafp8.layers.transformer_engine.recipes import PER_TENSOR
 from megafp8.layers.transformer_engine.registry_quantizers import RegistryQuantizers, Slots
+from megafp8.layers.transformer_engine.user_buffers import NO_OVERLAP, Switches
 
 # TE's slots per direction (csrc/common.h of 2.20): forward input, weight, output; backward
 # grad_output, grad_input. Outputs are never FP8 here.
@@ -63,9 +64,16 @@ class TeLinear(LinearParameters, te.Linear):
         context: what the layers of the stage share.
         options: of this layer.
         recipe: TE's recipe of the run; None without FP8.
+        overlap: which traffic runs under its GEMMs.
     """
 
-    def __init__(self, context: LayerContext, options: LinearOptions, recipe: Any) -> None:
+    def __init__(
+        self,
+        context: LayerContext,
+        options: LinearOptions,
+        recipe: Any,
+        overlap: Switches = NO_OVERLAP,
+    ) -> None:
         spec = context.factory.specs[f"{options.name}.weight"]
         tp = context.mesh.tp
         super().__init__(
@@ -78,6 +86,12 @@ class TeLinear(LinearParameters, te.Linear):
             bias=options.bias,
             params_dtype=torch.float32,
             device="meta",
+            ub_overlap_ag=overlap.gather,
+            ub_overlap_rs=overlap.scatter,
+            ub_overlap_rs_dgrad=overlap.scatter_dgrad,
+            ub_bulk_dgrad=overlap.bulk,
+            ub_bulk_wgrad=overlap.bulk,
+            ub_name=overlap.name,
             name=options.name,
         )
         self.take_linear(context, options, recipe)
