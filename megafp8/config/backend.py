@@ -8,6 +8,11 @@ if TYPE_CHECKING:
     from megafp8.config.run import RunConfig
 
 
+# TransformerEngine's names are DelayedScaling, Float8CurrentScaling, Float8BlockScaling and
+# MXFP8BlockScaling.
+TE_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+
+
 def transformer_engine_refusal(config: RunConfig) -> str | None:
     """Return why a configuration cannot run on TransformerEngine, or None."""
     precision, parallel = config.precision, config.parallel
@@ -18,10 +23,10 @@ def transformer_engine_refusal(config: RunConfig) -> str | None:
         )
     if not precision.fp8:
         return None
-    if precision.recipe_name != "delayed":
+    if precision.recipe_name not in TE_RECIPES:
         return (
-            f"--fp8-recipe {precision.recipe_name}: only delayed goes through TransformerEngine in "
-            "this version; use native"
+            f"--fp8-recipe {precision.fp8_recipe}: TransformerEngine has no scales by row; allowed "
+            f"with it: {', '.join(TE_RECIPES)}"
         )
     if precision.fp8_fake_quant:
         return "--fp8-fake-quant: TransformerEngine multiplies in FP8; use native"
@@ -37,8 +42,8 @@ def transformer_engine_refusal(config: RunConfig) -> str | None:
         )
     if not precision.fp8_wgrad:
         return (
-            "--no-fp8-wgrad: TransformerEngine's delayed scaling has no weight gradient in high "
-            "precision; leave it out or use native"
+            "--no-fp8-wgrad: TransformerEngine has no weight gradient in high precision beside an "
+            "FP8 input gradient; leave it out or use native"
         )
     if precision.fp8_tp_comm == "none" and parallel.sequence_parallel:
         return (

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megafp8.config.backend import transformer_engine_refusal
 from megafp8.config.layout import chunks_per_rank, ramp_sizes
+from megafp8.config.user_buffers import user_buffer_problems
 from megafp8.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     yield from _not_built(config)
     yield from _model(config)
     yield from _tensor_parallel(config)
+    yield from user_buffer_problems(config)
     yield from _pipeline(config)
     yield from _precision(config)
     yield from _fp8_wires(config)

@@ -63,7 +63,6 @@ ACCEPTED_VALUES: dict[str, tuple[str, str]] = {
 REFUSED: dict[str, str] = {
     "--fp8-interval": "it is ignored since Transformer Engine 1.8: scales are updated every step",
     "--fp4-format": "there is no FP4",
-    "--tp-comm-overlap": "TransformerEngine's user buffers are not used in this version",
     "--te-precision-config-file": "use --precision-policy FILE.yaml",
     "--grad-reduce-in-bf16": "gradients are reduced in fp32",
     "--num-experts": "there are no experts (MoE)",

@@ -5,6 +5,7 @@ from typing import Any
 
 from megafp8.config import RunConfig
 from megafp8.config.backend import transformer_engine_refusal
+from megafp8.config.user_buffers import UserBufferOptions
 from megafp8.errors import PrecisionError
 from megafp8.layers import transformer_engine
 from megafp8.layers.backend import Backend
@@ -45,9 +46,8 @@ def choose_backend(config: RunConfig) -> BackendChoice:
     if asked not in ("auto", "transformer_engine"):
         return BackendChoice(asked, "native", f"--transformer-impl {asked}")
     refusal = transformer_engine_refusal(config)
-    usable, reason = (
-        (False, refusal) if refusal else transformer_engine.available(config.precision.fp8)
-    )
+    recipe = config.precision.recipe_name if config.precision.fp8 else None
+    usable, reason = (False, refusal) if refusal else transformer_engine.available(recipe)
     if usable:
         reason = reason if asked == "auto" else f"--transformer-impl {asked}"
         return BackendChoice(
@@ -64,11 +64,32 @@ def choose_backend(config: RunConfig) -> BackendChoice:
     return BackendChoice(asked, "native", f"auto takes native: {reason}")
 
 
-def make_backend(choice: BackendChoice, recipe: Recipe | None, mesh: Mesh) -> Backend:
-    """Make the chosen backend for this rank's stages."""
+def make_backend(
+    choice: BackendChoice,
+    recipe: Recipe | None,
+    mesh: Mesh,
+    user_buffers: UserBufferOptions | None = None,
+) -> Backend:
+    """Make the chosen backend for this rank's stages.
+
+    Args:
+        choice: which.
+        recipe: of the run; None without FP8.
+        mesh: the grid.
+        user_buffers: of `--tp-comm-overlap`, which the native backend does not have.
+    """
     if choice.chosen == "native":
+        assert user_buffers is None
         return NativeBackend()
     # Imported here: it imports TransformerEngine.
     from megafp8.layers.transformer_engine.backend import TransformerEngineBackend
 
-    return TransformerEngineBackend(recipe, mesh)
+    return TransformerEngineBackend(recipe, mesh, user_buffers)
+
+
+def close_backend(choice: BackendChoice) -> None:
+    """Free what a backend holds outside of its modules, before the process group goes."""
+    if choice.chosen == "transformer_engine":
+        from megafp8.layers.transformer_engine.user_buffers import destroy
+
+        destroy()

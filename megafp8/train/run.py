@@ -10,7 +10,7 @@ from megafp8.config import LaunchEnvironment, ModelShape, RunConfig
 from megafp8.data.loader import Datasets, build_datasets
 from megafp8.data.tokenizers import build_tokenizer, resolve_vocab_size
 from megafp8.errors import DataError, PrecisionError
-from megafp8.layers.choice import choose_backend
+from megafp8.layers.choice import choose_backend, close_backend
 from megafp8.log import get_logger
 from megafp8.model import Model, build_model
 from megafp8.numerics import Recipe, recipe_hardware
@@ -130,6 +130,7 @@ def _train(config: RunConfig, shape: ModelShape, mesh: Mesh, datasets: Datasets)
         save_dir=save_dir,
         manifest_sha256=manifest,
     ).run()
+    close_backend(model.backend)
     log.info("done: iteration %d, run folder %s", state.iteration, run_dir)
 
 

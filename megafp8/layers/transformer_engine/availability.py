@@ -39,11 +39,11 @@ def version() -> str | None:
         return "unknown"
 
 
-def available(fp8: bool = False) -> tuple[bool, str]:
+def available(recipe: str | None = None) -> tuple[bool, str]:
     """Say whether TE's layers can be used in this process.
 
     Args:
-        fp8: whether FP8 GEMMs are wanted too.
+        recipe: FP8 recipe that is wanted too, as `--fp8-recipe` names it; None without FP8.
 
     Returns:
         (True, "TransformerEngine <version>") or (False, the reason and what to do).
@@ -64,11 +64,27 @@ def available(fp8: bool = False) -> tuple[bool, str]:
     except _IMPORT_ERRORS as error:
         said = " ".join(str(error).split())[:200] or type(error).__name__
         return False, f"TransformerEngine {found} cannot be imported ({said}); {INSTALL}"
-    if fp8:
-        able, reason = te.is_fp8_available(return_reason=True)
+    if recipe is not None:
+        able, reason = _fp8(te, recipe)
         if not able:
-            return False, f"TransformerEngine {found} has no FP8 here: {reason}"
+            return False, f"TransformerEngine {found} has no FP8 recipe {recipe} here: {reason}"
     return True, f"TransformerEngine {found}"
+
+
+def _fp8(te: ModuleType, recipe: str) -> tuple[bool, str]:
+    """Whether this device runs a recipe, by TE's own checks, with the reason."""
+    if recipe == "mxfp8":  # compute capability 10.x
+        return te.is_mxfp8_available(return_reason=True)
+    if recipe != "blockwise":
+        return te.is_fp8_available(return_reason=True)
+    able, reason = te.is_fp8_block_scaling_available(return_reason=True)
+    major = torch.cuda.get_device_capability()[0]
+    if able and major != 9:
+        return False, (
+            f"compute capability {major}.x has no such GEMM, and TransformerEngine replaces it "
+            "by MXFP8's; allowed: mxfp8 by name"
+        )
+    return able, reason
 
 
 def _numbers(text: str) -> tuple[int, int] | None:

@@ -6,11 +6,13 @@ from typing import Any
 import transformer_engine.pytorch as te
 from torch import nn
 
+from megafp8.config.user_buffers import UserBufferOptions
 from megafp8.layers.backend import LayerContext, LinearOptions
 from megafp8.layers.native.norm import Norm
 from megafp8.layers.transformer_engine.linear import TeLinear
-from megafp8.layers.transformer_engine.recipes import delayed_scaling
+from megafp8.layers.transformer_engine.recipes import te_recipe
 from megafp8.layers.transformer_engine.traffic import count_traffic
+from megafp8.layers.transformer_engine.user_buffers import initialize, switches
 from megafp8.numerics import Recipe
 from megafp8.parallel.mesh import Mesh
 
@@ -25,18 +27,27 @@ class TransformerEngineBackend:
     Args:
         recipe: of the run; None without FP8.
         mesh: the grid, whose `stage` ranks share scales.
+        user_buffers: of `--tp-comm-overlap`; None without.
     """
 
     name = "transformer_engine"
 
-    def __init__(self, recipe: Recipe | None, mesh: Mesh) -> None:
-        self._recipe: Any = None if recipe is None else delayed_scaling(recipe)
+    def __init__(
+        self,
+        recipe: Recipe | None,
+        mesh: Mesh,
+        user_buffers: UserBufferOptions | None = None,
+    ) -> None:
+        self._recipe: Any = None if recipe is None else te_recipe(recipe)
         self._group = mesh.stage.process_group
+        self._user_buffers = user_buffers
         count_traffic(mesh.tp)
+        if user_buffers is not None:
+            initialize(user_buffers, mesh.tp.size)
 
     def linear(self, context: LayerContext, options: LinearOptions) -> nn.Module:
         """See `Backend.linear`."""
-        return TeLinear(context, options, self._recipe)
+        return TeLinear(context, options, self._recipe, switches(self._user_buffers, options.name))
 
     def norm(self, context: LayerContext, name: str, kind: str, epsilon: float) -> nn.Module:
         """See `Backend.norm`."""

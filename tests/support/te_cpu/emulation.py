@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -58,7 +59,7 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Any = Non
         staged.copy_(torch.maximum(staged.reshape(()), amax).reshape(staged.shape))
         scale = quantizer.scale.clone()  # a result keeps the scale it was cast with
     elif kind == "Float8CurrentScalingQuantizer":
-        scale = torch.where(amax > 0, largest / amax, torch.ones(())).reshape(1)
+        scale = _current_scale(amax, largest, quantizer).reshape(1)
     else:
         raise RuntimeError(f"quantize with {kind} is not emulated")
     data = (x * scale).clamp(-largest, largest).to(dtype).view(torch.uint8)
@@ -73,6 +74,17 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Any = Non
         if not quantizer.rowwise_usage:
             result._data = None
     return result
+
+
+def _current_scale(amax: Tensor, largest: float, quantizer: Any) -> Tensor:
+    """csrc/quantizer.cpp, common/recipe/recipe_common.cuh: MAX over the group, then 448 / amax."""
+    if quantizer.with_amax_reduction:
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=quantizer.amax_reduction_group)
+    amax = amax.clamp(min=quantizer.amax_epsilon)
+    scale = (largest / amax).clamp(max=torch.finfo(torch.float32).max)
+    if quantizer.force_pow_2_scales:
+        scale = (scale.reshape(1).view(torch.int32) & 0x7F800000).view(torch.float32).reshape(())
+    return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones(()))
 
 
 def split_quantize(tensor: Tensor, sections: Any, quantizers: Any, **options: Any) -> list[Any]:
