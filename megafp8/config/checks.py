@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megafp8.config.backend import transformer_engine_refusal
+from megafp8.config.backend import attention_refusals, transformer_engine_refusal
 from megafp8.config.layout import chunks_per_rank, ramp_sizes
 from megafp8.errors import ConfigurationError
 
@@ -81,12 +81,6 @@ def _unbuilt_precision(config: RunConfig) -> list[tuple[bool, str, str]]:
         ),
         (precision.fp8_param_gather, "--fp8-param-gather", "weights are gathered in BF16"),
         (precision.fp8_grad_reduce, "--fp8-grad-reduce", "gradients are reduced in FP32"),
-        (
-            precision.fp8_attention != "none",
-            f"--fp8-attention {precision.fp8_attention}",
-            "the attention core runs in BF16 (TransformerEngine has an FP8 one for delayed scaling "
-            "on Hopper alone); allowed: none",
-        ),
         (precision.fp8_tp_comm == "all", "--fp8-tp-comm all", "allowed: none, all-gather"),
         (
             precision.fp8_amax_window == "micro-batch",
@@ -246,6 +240,7 @@ def _precision(config: RunConfig) -> Iterator[str]:
         refusal = transformer_engine_refusal(config)
         if refusal is not None:
             yield f"--transformer-impl transformer_engine: {refusal}"
+    yield from attention_refusals(config)
     if precision.bf16 and precision.fp16:
         yield "--bf16 contradicts --fp16; give one of the two"
     if precision.fp8 and precision.fp16:

@@ -39,7 +39,8 @@ def choose_backend(config: RunConfig) -> BackendChoice:
     """Choose by `--transformer-impl`; needs no process group.
 
     Raises:
-        PrecisionError: TransformerEngine is asked for and cannot be used, with the reason.
+        PrecisionError: TransformerEngine is asked for and cannot be used, with the reason; or the
+            environment forbids the attention core that is asked for.
     """
     asked = config.model.transformer_impl
     if asked not in ("auto", "transformer_engine"):
@@ -49,6 +50,7 @@ def choose_backend(config: RunConfig) -> BackendChoice:
         (False, refusal) if refusal else transformer_engine.available(config.precision.fp8)
     )
     if usable:
+        transformer_engine.select_core(config.model.attention_backend)
         reason = reason if asked == "auto" else f"--transformer-impl {asked}"
         return BackendChoice(
             asked,
@@ -64,11 +66,18 @@ def choose_backend(config: RunConfig) -> BackendChoice:
     return BackendChoice(asked, "native", f"auto takes native: {reason}")
 
 
-def make_backend(choice: BackendChoice, recipe: Recipe | None, mesh: Mesh) -> Backend:
+def make_backend(
+    choice: BackendChoice, config: RunConfig, recipe: Recipe | None, mesh: Mesh
+) -> Backend:
     """Make the chosen backend for this rank's stages."""
     if choice.chosen == "native":
         return NativeBackend()
     # Imported here: it imports TransformerEngine.
-    from megafp8.layers.transformer_engine.backend import TransformerEngineBackend
+    from megafp8.layers.transformer_engine.backend import TeOptions, TransformerEngineBackend
 
-    return TransformerEngineBackend(recipe, mesh)
+    options = TeOptions(
+        fused_norms=config.model.te_fused_norms,
+        core=config.model.attention_backend != "local",
+        fp8_core=config.precision.fp8_attention == "dpa",
+    )
+    return TransformerEngineBackend(recipe, mesh, options)

@@ -85,7 +85,7 @@ def build_model(
     registry = ScaleRegistry(recipe) if recipe is not None else None
     rope = _rope(config, mesh.world.device)
     choice = choose_backend(config)
-    backend = make_backend(choice, recipe, mesh)
+    backend = make_backend(choice, config, recipe, mesh)
 
     def shard(module: nn.Module, kind: str) -> None:
         # The fused [2, ffn, h] weight is split along h: its halves stay whole on every rank.

@@ -41,8 +41,6 @@ def error(text: str) -> str:
     [
         ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "--fp8-recipe tensorwise is not"),
         ("--fp8-recipe rowwise", "not built yet"),
-        ("--fp8-attention dpa", "--fp8-attention dpa is not built yet in this version: the atten"),
-        ("--fp8-attention mha", "on Hopper alone); allowed: none"),
         ("--fp8-recipe rowwise_with_gw_hp", "not built yet"),
         ("--fp8-recipe blockwise", "not built yet"),
         ("--fp8-recipe mxfp8", "not built yet"),

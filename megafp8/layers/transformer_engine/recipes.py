@@ -27,12 +27,13 @@ def checked(recipe_class: type, **fields: Any) -> Any:
     return recipe_class(**fields)
 
 
-def delayed_scaling(recipe: OurRecipe) -> Recipe:
+def delayed_scaling(recipe: OurRecipe, fp8_core: bool = False) -> Recipe:
     """TE's delayed scaling with our formats.
 
     Windows, algorithms and margins stay with the scale registry, whose memory TE's quantizers read
-    and write (see `linear.py`): of TE's own history only the staging row is left, and
-    `reduce_amax` says what holds, since the registry reduces.
+    and write (see `registry_quantizers.py`): of TE's own history only the staging row is left, and
+    `reduce_amax` says what holds, since the registry reduces. `fp8_core` lets attention cores in an
+    enabled autocast run in FP8.
     """
     assert recipe.forward_format == E4M3
     hybrid = recipe.gradient_format != E4M3
@@ -43,6 +44,6 @@ def delayed_scaling(recipe: OurRecipe) -> Recipe:
         amax_history_len=1,
         amax_compute_algo="most_recent",
         reduce_amax=True,
-        fp8_dpa=False,
+        fp8_dpa=fp8_core,
         fp8_mha=False,
     )
