@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megafp8.config.backend import transformer_engine_refusal
+from megafp8.config.backend import attention_refusals, transformer_engine_refusal
 from megafp8.config.layout import chunks_per_rank, ramp_sizes
 from megafp8.config.user_buffers import user_buffer_problems
 from megafp8.errors import ConfigurationError
@@ -58,7 +58,7 @@ LATER = "is not built yet in this version"
 
 def _not_built(config: RunConfig) -> Iterator[str]:
     """Flags of the interface whose work is still to come: refused, never ignored."""
-    for asked, flag, instead in _unbuilt_precision(config) + _unbuilt_rest(config):
+    for asked, flag, instead in _unbuilt(config):
         if asked:
             yield f"{flag} {LATER}: {instead}"
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
@@ -68,28 +68,15 @@ def _not_built(config: RunConfig) -> Iterator[str]:
             yield f"{flag}: a blend of data sets {LATER}; found {len(paths)} values, allowed 1"
 
 
-def _unbuilt_precision(config: RunConfig) -> list[tuple[bool, str, str]]:
+def _unbuilt(config: RunConfig) -> list[tuple[bool, str, str]]:
     """Rows of (asked for, flag, what there is instead)."""
-    precision = config.precision
+    parallel, data, checkpoint = config.parallel, config.data, config.checkpoint
     return [
-        (
-            precision.fp8_attention != "none",
-            f"--fp8-attention {precision.fp8_attention}",
-            "the attention core runs in BF16 (TransformerEngine has an FP8 one for delayed scaling "
-            "on Hopper alone); allowed: none",
-        ),
         (
             config.logging.fp8_stats_interval is not None,
             "--fp8-stats-interval",
             "metrics.jsonl is written every iteration",
         ),
-    ]
-
-
-def _unbuilt_rest(config: RunConfig) -> list[tuple[bool, str, str]]:
-    """Rows of (asked for, flag, what there is instead)."""
-    parallel, data, checkpoint = config.parallel, config.data, config.checkpoint
-    return [
         (parallel.context_parallel_size > 1, "--context-parallel-size > 1", "allowed: 1"),
         (
             parallel.expert_model_parallel_size > 1,
@@ -231,6 +218,7 @@ def _precision(config: RunConfig) -> Iterator[str]:
         refusal = transformer_engine_refusal(config)
         if refusal is not None:
             yield f"--transformer-impl transformer_engine: {refusal}"
+    yield from attention_refusals(config)
     if precision.bf16 and precision.fp16:
         yield "--bf16 contradicts --fp16; give one of the two"
     if precision.fp8 and precision.fp16:

@@ -87,6 +87,16 @@ class ModelConfig(Section):
     transformer_impl: Literal["auto", "native", "local", "transformer_engine"] = Field(
         default="auto", description="backend of the layers; `local` means native"
     )
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = Field(
+        default="auto",
+        description="attention core: flash, fused or unfused of TransformerEngine, or torch's SDPA "
+        "(local); auto is TransformerEngine's choice among its three, SDPA on the native backend",
+    )
+    te_fused_norms: bool = Field(
+        default=True,
+        description="with TransformerEngine: its LayerNormLinear for a norm and the linear after "
+        "it (in FP8 the norm's fp32 result is cast, without it the BF16 rounding of that)",
+    )
 
     @property
     def head_dim(self) -> int:

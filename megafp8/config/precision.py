@@ -92,7 +92,9 @@ class PrecisionConfig(Section):
         "reduce-scatters too",
     )
     fp8_attention: Literal["none", "dpa", "mha"] = Field(
-        default="none", description="FP8 in the attention core (TransformerEngine's recipe fields)"
+        default="none",
+        description="dpa: FP8 in the attention core, on TransformerEngine with delayed scaling "
+        "(Hopper); mha (FP8 between projection and core too) is refused",
     )
     fp8_grad_reduce: bool = Field(
         default=False, description="reduce FSDP gradients of blocks in FP8, summed in fp32"

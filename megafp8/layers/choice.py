@@ -40,7 +40,8 @@ def choose_backend(config: RunConfig) -> BackendChoice:
     """Choose by `--transformer-impl`; needs no process group.
 
     Raises:
-        PrecisionError: TransformerEngine is asked for and cannot be used, with the reason.
+        PrecisionError: TransformerEngine is asked for and cannot be used, with the reason; or the
+            environment forbids the attention core that is asked for.
     """
     asked = config.model.transformer_impl
     if asked not in ("auto", "transformer_engine"):
@@ -49,6 +50,7 @@ def choose_backend(config: RunConfig) -> BackendChoice:
     recipe = config.precision.recipe_name if config.precision.fp8 else None
     usable, reason = (False, refusal) if refusal else transformer_engine.available(recipe)
     if usable:
+        transformer_engine.select_core(config.model.attention_backend)
         reason = reason if asked == "auto" else f"--transformer-impl {asked}"
         return BackendChoice(
             asked,
@@ -66,6 +68,7 @@ def choose_backend(config: RunConfig) -> BackendChoice:
 
 def make_backend(
     choice: BackendChoice,
+    config: RunConfig,
     recipe: Recipe | None,
     mesh: Mesh,
     user_buffers: UserBufferOptions | None = None,
@@ -74,6 +77,7 @@ def make_backend(
 
     Args:
         choice: which.
+        config: the run.
         recipe: of the run; None without FP8.
         mesh: the grid.
         user_buffers: of `--tp-comm-overlap`, which the native backend does not have.
@@ -82,9 +86,15 @@ def make_backend(
         assert user_buffers is None
         return NativeBackend()
     # Imported here: it imports TransformerEngine.
-    from megafp8.layers.transformer_engine.backend import TransformerEngineBackend
+    from megafp8.layers.transformer_engine.backend import TeOptions, TransformerEngineBackend
 
-    return TransformerEngineBackend(recipe, mesh, user_buffers)
+    options = TeOptions(
+        fused_norms=config.model.te_fused_norms,
+        core=config.model.attention_backend != "local",
+        fp8_core=config.precision.fp8_attention == "dpa",
+        user_buffers=user_buffers,
+    )
+    return TransformerEngineBackend(recipe, mesh, options)
 
 
 def close_backend(choice: BackendChoice) -> None:

@@ -90,7 +90,7 @@ def build_model(
     choice = choose_backend(config)
     fp8_linears = plan.count("fp8")
     overlap = user_buffer_options(config, fp8_linears, len(plan.linears) - fp8_linears)
-    backend = make_backend(choice, recipe, mesh, overlap)
+    backend = make_backend(choice, config, recipe, mesh, overlap)
 
     reductions: list[Fp8ReduceScatter] = []
 

@@ -51,7 +51,7 @@ class LinearPlan:
 
 @dataclass(frozen=True)
 class HighPrecision:
-    """A part of the model that is never FP8 in this version."""
+    """A part of the model beside the linears, never FP8 but for the attention core."""
 
     part: str
     precision: str
@@ -68,6 +68,7 @@ class PrecisionPlan:
         tp_communication: what `--fp8-tp-comm` comes to.
         dp_communication: what `--fp8-param-gather` and `--fp8-grad-reduce` come to.
         weight_gradients: what the weight gradients of FP8 linears are computed from.
+        fp8_attention: whether attention cores between two FP8 linears run in FP8.
     """
 
     linears: tuple[LinearPlan, ...]
@@ -75,6 +76,7 @@ class PrecisionPlan:
     tp_communication: str
     dp_communication: str
     weight_gradients: str
+    fp8_attention: bool = False
 
     @cached_property
     def _by_name(self) -> dict[str, LinearPlan]:
@@ -90,6 +92,12 @@ class PrecisionPlan:
             known = ", ".join(sorted({_module(item) for item in self.linears}))
             raise PrecisionError(f"plan: no linear is named {name!r}; modules are {known}")
         return self._by_name[name].precision
+
+    def core_is_fp8(self, layer: int) -> bool:
+        """Return whether the attention core of a block runs in FP8."""
+        prefix = f"decoder.layers.{layer}.self_attention"
+        names = (f"{prefix}.linear_qkv", f"{prefix}.linear_proj")
+        return self.fp8_attention and all(self.precision(name) == "fp8" for name in names)
 
     def count(self, precision: Precision) -> int:
         """Return how many linears have a precision."""
@@ -179,6 +187,7 @@ def build_plan(config: RunConfig, shape: ModelShape, layout: Layout) -> Precisio
         _tp_communication(config, layout),
         _dp_communication(config, layout),
         _weight_gradients(config),
+        config.precision.fp8_attention == "dpa",
     )
 
 
@@ -208,10 +217,13 @@ def _fp8_reason(config: RunConfig) -> str:
 
 def _high_precision(config: RunConfig) -> tuple[HighPrecision, ...]:
     compute = config.precision.compute_dtype
+    core = (compute, "softmax and its products need the range")
+    if config.precision.fp8_attention == "dpa":
+        core = ("fp8", "--fp8-attention dpa; where linear_qkv and linear_proj are FP8")
     rows = [
         ("embedding", compute, "a table look-up, no GEMM"),
         ("norms", compute, "sums over the hidden size; statistics in fp32"),
-        ("attention core", compute, "softmax and its products need the range"),
+        ("attention core", *core),
         ("output_layer", compute, "its errors go straight into the loss"),
         ("loss", "fp32", "a sum over the vocabulary"),
         ("gradients, optimizer, masters", "fp32", "small updates must not be lost"),

@@ -39,8 +39,6 @@ def error(text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "fragment"),
     [
-        ("--fp8-attention dpa", "--fp8-attention dpa is not built yet in this version: the atten"),
-        ("--fp8-attention mha", "on Hopper alone); allowed: none"),
         ("--context-parallel-size 2", "--context-parallel-size > 1 is not built yet"),
         ("--expert-model-parallel-size 2", "not built yet"),
         ("--async-save", "--async-save is not built yet"),

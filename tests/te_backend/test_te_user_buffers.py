@@ -141,7 +141,7 @@ def test_stock_te_moves_a_dgrad_twice(te_ranks: Ranks) -> None:
 
 def linears(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     user_buffers = with_buffers()
-    from megafp8.layers.transformer_engine.backend import TransformerEngineBackend
+    from megafp8.layers.transformer_engine.backend import TeOptions, TransformerEngineBackend
 
     config = small_config(
         GPT2, **FP8, tensor_model_parallel_size=2, sequence_parallel=True, disable_bias_linear=True
@@ -149,7 +149,9 @@ def linears(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     found = {}
     for overlap in (None, replace(OPTIONS, settings=settings)):
         context = layer_context(config)
-        backend = TransformerEngineBackend(context.recipe, context.mesh, overlap)
+        backend = TransformerEngineBackend(
+            context.recipe, context.mesh, TeOptions(user_buffers=overlap)
+        )
         for layer, (name, mode) in LAYERS.items():
             linear: Any = backend.linear(context, LinearOptions(name, mode, True, False))
             state = {key: value for key, value in vars(linear).items() if key.startswith("ub_")}

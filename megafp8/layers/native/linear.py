@@ -33,7 +33,7 @@ from megafp8.layers.native.operands import (
     Operands,
     TensorwiseOperands,
 )
-from megafp8.layers.parameters import local
+from megafp8.layers.parameters import accumulate_gradient, gradient_like, local
 from megafp8.numerics import E4M3, Fp8Format
 from megafp8.parallel.collectives import LINEAR_KINDS, Pending
 from megafp8.parallel.fp8_weights import WeightCast
@@ -79,12 +79,11 @@ class _LinearFunction(torch.autograd.Function):
             if layer.options.mode == "column":
                 dx, work = layer.reduce(dx, LINEAR_KINDS[1], async_op=True)
 
-        def weight_gradient() -> DTensor:
+        def weight_gradient() -> Tensor:
             x = x_early
             if x is None:
                 x = operands.gather_again(x_saved, layer.gathers_input)
-            dw = operands.wgrad(dy_wgrad, x)  # [n, m] @ [m, k] -> [n, k]
-            return _as_gradient(dw, ctx.weight)
+            return operands.wgrad(dy_wgrad, x)  # [n, m] @ [m, k] -> [n, k]
 
         dw = layer.emit(ctx.weight, weight_gradient) if ctx.needs_input_grad[1] else None
         if work is not None:
@@ -92,18 +91,6 @@ class _LinearFunction(torch.autograd.Function):
         if dx is not None:
             dx = dx.view(-1, *grad.shape[1:-1], dx.shape[-1])
         return dx, dw, None
-
-
-def _as_gradient(mine: Tensor, weight: DTensor) -> DTensor:
-    """This rank's gradient [n, k] as a DTensor placed like the weight (maybe [2, n/2, k])."""
-    return DTensor.from_local(
-        mine.view(weight.to_local().shape),
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
 
 
 class _TensorParallelLinear(nn.Module):
@@ -133,21 +120,14 @@ class _TensorParallelLinear(nn.Module):
             return self.tp.reduce_scatter(partial, kind, async_op)
         return partial, self.tp.all_reduce(partial, "tp_all_reduce", async_op=async_op)
 
-    def emit(self, weight: DTensor, compute: Callable[[], DTensor]) -> DTensor | None:
+    def emit(self, weight: DTensor, compute: Callable[[], Tensor]) -> DTensor | None:
         """The weight gradient now, or queued for the W slot of a zero-bubble schedule."""
         if self.deferred is None:
-            return compute()
+            return gradient_like(compute(), weight)
 
         @torch.no_grad()
         def accumulate() -> None:
-            gradient = compute()
-            # fp32, since several W slots may add up before FSDP2 takes the gradient over.
-            if weight.grad_dtype != torch.float32:
-                weight.grad_dtype = torch.float32
-            if weight.grad is None:
-                weight.grad = gradient.float()
-            else:
-                local(weight.grad).add_(gradient.to_local())
+            accumulate_gradient(weight, compute())
 
         self.deferred.queue.append(accumulate)
         return None

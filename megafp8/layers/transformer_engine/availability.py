@@ -20,10 +20,18 @@ MINIMUM = (2, 20)
 INSTALL = 'install it with: pip install --no-build-isolation "megafp8[te]" (docs/install.md)'
 # Name -> the value TE has without the variable; set so that a change of its default shows.
 PINNED = {
+    "NVTE_FP8_DPA_BWD": "1",
     "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "0",
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0",
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "0",
 }
+# Variables that would put another recipe than the run's in its place, and where.
+REFUSED = {
+    "NVTE_BACKWARD_OVERRIDE": "delayed scaling",
+    "NVTE_DPA_FP8_RECIPE": "an attention core in the run's recipe",
+}
+# --attention-backend -> which of TE's attention cores may be taken.
+CORES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 # What a package without its extension, its CUDA libraries or its metadata raises when imported.
 _IMPORT_ERRORS = (ImportError, AssertionError, FileNotFoundError, OSError, RuntimeError)
 
@@ -96,18 +104,38 @@ def import_te() -> ModuleType:
     """Set the variables that change numbers and import `transformer_engine.pytorch`.
 
     Raises:
-        PrecisionError: a variable that delayed scaling cannot run with.
+        PrecisionError: a variable that the run's recipe cannot run with.
         ImportError, AssertionError, OSError, RuntimeError: as TE raises them.
     """
-    override = os.environ.get("NVTE_BACKWARD_OVERRIDE")
-    if override:
-        raise PrecisionError(
-            f"NVTE_BACKWARD_OVERRIDE is {override} in the environment; delayed scaling needs it "
-            "unset: unset NVTE_BACKWARD_OVERRIDE"
-        )
+    for name, what in REFUSED.items():
+        if os.environ.get(name):
+            raise PrecisionError(
+                f"{name} is {os.environ[name]} in the environment; {what} needs it unset: unset "
+                f"{name}"
+            )
     for name, value in PINNED.items():
         os.environ.setdefault(name, value)
     return importlib.import_module("transformer_engine.pytorch")
+
+
+def select_core(name: str) -> None:
+    """Allow one of TE's attention cores alone; `auto` and `local` leave the environment as it is.
+
+    TE reads the variables when a core is called first.
+
+    Raises:
+        PrecisionError: the environment says otherwise.
+    """
+    if name not in CORES:
+        return
+    for core, variable in CORES.items():
+        wanted = "1" if core == name else "0"
+        found = os.environ.setdefault(variable, wanted)
+        if found != wanted:
+            raise PrecisionError(
+                f"--attention-backend {name} needs {variable}={wanted}, found {found} in the "
+                f"environment: unset {variable}"
+            )
 
 
 def environment() -> dict[str, str]:

@@ -13,6 +13,7 @@ from megafp8.layers.backend import LayerContext, LinearOptions
 from megafp8.layers.parameters import local
 from megafp8.layers.transformer_engine.cached_weight import KeptWeight, ready_weight
 from megafp8.layers.transformer_engine.recipes import PER_TENSOR
+from megafp8.layers.transformer_engine.deferred import DeferredWeightStore
 from megafp8.layers.transformer_engine.registry_quantizers import RegistryQuantizers, Slots
 from megafp8.layers.transformer_engine.user_buffers import NO_OVERLAP, Switches
 
@@ -25,17 +26,25 @@ SLOTS: Slots = {
 
 
 class LinearParameters(RegistryQuantizers):
-    """What TE's modules with one linear share: its parameters and how TE is shown them."""
+    """What TE's modules with one linear share: its parameters and how TE is shown them.
+
+    Under a zero-bubble schedule weight gradients go to its queue, and the bias, whose gradient TE
+    leaves to that of the weight, is added outside of TE.
+    """
 
     weight: Any
     bias: Any
+    use_bias: bool
+    wgrad_store: Any
 
     def take_linear(self, context: LayerContext, options: LinearOptions, recipe: Any) -> None:
         """Replace TE's parameters on `meta` by ours, and attach to the scale registry."""
-        self.options = options
+        self.options, self._deferred = options, context.deferred
         self.weight = context.factory(f"{options.name}.weight")
         if options.bias:
             self.bias = context.factory(f"{options.name}.bias")
+        if context.deferred is not None:
+            self.wgrad_store = DeferredWeightStore(context.deferred, self.weight)
         assert context.registry is not None or not options.fp8
         self.attach(options.name, context.registry if options.fp8 else None, recipe, SLOTS)
         self._kept: KeptWeight | None = None
@@ -44,13 +53,23 @@ class LinearParameters(RegistryQuantizers):
 
     def _get_weight_tensors(self) -> list[Tensor]:
         # fc1's [2, ffn/tp, h] is [2 * ffn/tp, h] to TE: its own [gate; up] layout.
-        return [local(self.weight).flatten(0, -2)]
+        weight = local(self.weight).flatten(0, -2)
+        if self._deferred is not None:
+            # A leaf: the gradient that TE leaves out must not come back to our weight as zeros.
+            weight = weight.detach().requires_grad_(self.weight.requires_grad)
+        return [weight]
 
     def _get_weight_and_bias_tensors(self) -> tuple[Tensor, Tensor | None]:
         (weight,) = self._get_weight_tensors()
         if self.fp8:  # in this pass
             weight = ready_weight(weight, self._get_weight_quantizers()[0], self._kept)
-        return weight, local(self.bias).flatten() if self.options.bias else None
+        return weight, local(self.bias).flatten() if self.use_bias else None
+
+    def finish(self, y: Tensor) -> Tensor:
+        """Add the bias where TE does not."""
+        if self.options.bias and not self.use_bias:
+            y = y + local(self.bias).flatten()
+        return y
 
     def extra_repr(self) -> str:
         """Name, mode and what each role's tensors are."""
@@ -83,7 +102,7 @@ class TeLinear(LinearParameters, te.Linear):
             tp_group=tp.process_group,
             tp_size=tp.size,
             parallel_mode=options.mode if tp.size > 1 else None,
-            bias=options.bias,
+            bias=options.bias and context.deferred is None,
             params_dtype=torch.float32,
             device="meta",
             ub_overlap_ag=overlap.gather,
@@ -103,4 +122,4 @@ class TeLinear(LinearParameters, te.Linear):
         stay gathered `KeptWeight` does, else each micro-batch casts it, to the same bytes.
         """
         with self.precision_context():
-            return super().forward(x)
+            return self.finish(super().forward(x))

@@ -40,8 +40,12 @@ def checked(recipe_class: type, **fields: Any) -> Any:
     return recipe_class(**fields)
 
 
-def te_recipe(recipe: OurRecipe) -> Recipe:
+def te_recipe(recipe: OurRecipe, fp8_core: bool = False) -> Recipe:
     """TE's recipe of the same name and formats.
+
+    Args:
+        recipe: of the run.
+        fp8_core: attention cores run in FP8 (delayed scaling alone).
 
     Raises:
         PrecisionError: a recipe that TE does not have, naming those that it has.
@@ -52,15 +56,19 @@ def te_recipe(recipe: OurRecipe) -> Recipe:
             f"TransformerEngine has no recipe {recipe.name!r}; allowed: {', '.join(_MAKERS)}"
         )
     assert recipe.forward_format == E4M3  # E5M2 x E5M2 has no GEMM
-    return make(recipe, Format.E4M3 if recipe.gradient_format == E4M3 else Format.HYBRID)
+    assert recipe.name == "delayed" or not fp8_core
+    made = make(recipe, Format.E4M3 if recipe.gradient_format == E4M3 else Format.HYBRID)
+    made.fp8_dpa = fp8_core
+    return made
 
 
 def _delayed_scaling(recipe: OurRecipe, fp8_format: Format) -> Recipe:
     """TE's delayed scaling.
 
     Windows, algorithms and margins stay with the scale registry, whose memory TE's quantizers read
-    and write (see `linear.py`): of TE's own history only the staging row is left, and
-    `reduce_amax` says what holds, since the registry reduces.
+    and write (see `registry_quantizers.py`): of TE's own history only the staging row is left, and
+    `reduce_amax` says what holds, since the registry reduces. `fp8_core` lets attention cores in an
+    enabled autocast run in FP8.
     """
     return checked(
         DelayedScaling,

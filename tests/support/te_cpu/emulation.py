@@ -46,8 +46,17 @@ def _plain(tensor: Any) -> Tensor:
     return tensor.detach().float()
 
 
-def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
-    """Cast with the quantizer's scale (delayed) or the tensor's own (current); record the amax."""
+def quantize(
+    tensor: Tensor,
+    quantizer: Any,
+    output: Any = None,
+    noop: Any = None,
+    nominal: torch.dtype | None = None,
+) -> Any:
+    """Cast with the quantizer's scale (delayed) or the tensor's own (current); record the amax.
+
+    The result stands for a tensor of dtype `nominal`, the tensor's own if that is None.
+    """
     kind = type(quantizer).__name__
     CALLS[kind] = CALLS.get(kind, 0) + 1
     dtype = DTYPES[int(quantizer.dtype)]
@@ -68,7 +77,7 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Any = Non
         output._data, output._scale_inv = data, scale_inv
         output._transpose, output._transpose_invalid = None, True
         return output
-    result = _wrap(quantizer, data, scale_inv, tensor.dtype)
+    result = _wrap(quantizer, data, scale_inv, nominal or tensor.dtype)
     if quantizer.columnwise_usage:
         result._transpose, result._transpose_invalid = fp8_transpose(data, quantizer.dtype), False
         if not quantizer.rowwise_usage:
@@ -274,9 +283,15 @@ def te_general_grouped_gemm(
 
 
 def _finish(y: Tensor, dtype: Any, quantizer: Any, out: Any) -> Any:
-    y = y.to(DTYPES[int(dtype)])
+    """A norm's result; with delayed scaling the kernel casts the fp32 values (normalization.cpp).
+
+    With `NATIVE_GEMM` they are rounded to `dtype` first, as a norm of its own leaves them.
+    """
+    nominal = DTYPES[int(dtype)]
     if quantizer is not None:
-        return quantize(y, quantizer, out)
+        fused = type(quantizer).__name__ == "Float8Quantizer" and not NATIVE_GEMM[0]
+        return quantize(y if fused else y.to(nominal), quantizer, out, nominal=nominal)
+    y = y.to(nominal)
     return y if out is None else out.copy_(y)
 
 
@@ -286,6 +301,10 @@ def layernorm_fwd(
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
     """(y, mean, 1 / std)."""
     values = x.detach().float()
+    if NATIVE_GEMM[0] and not zero_centered:
+        shape, bias = x.shape[-1:], None if b is None else b.detach().float()
+        y, mean, rstd = torch.native_layer_norm(values, shape, w.detach().float(), bias, eps)
+        return _finish(y, dtype, quantizer, out), mean.squeeze(-1), rstd.squeeze(-1)
     mean = values.mean(-1)
     rstd = torch.rsqrt(values.var(-1, unbiased=False) + eps)
     gain = w.detach().float() + zero_centered
@@ -301,6 +320,12 @@ def layernorm_bwd(
     """(dx, dweight, dbias)."""
     values, dz = x.detach().float(), dz.float()
     shape = (*values.shape[:-1], 1)
+    if NATIVE_GEMM[0] and not zero_centered:
+        gain, moments = w.detach().float(), (mean.reshape(shape), rstd.reshape(shape))
+        dx, dw, db = torch.ops.aten.native_layer_norm_backward(
+            dz, values, values.shape[-1:], *moments, gain, gain, [True] * 3
+        )
+        return dx.to(x.dtype), dw.to(w.dtype), db.to(w.dtype)
     normed = (values - mean.reshape(shape)) * rstd.reshape(shape)
     dy = dz * (w.detach().float() + zero_centered)
     dx = (dy - dy.mean(-1, True) - normed * (dy * normed).mean(-1, True)) * rstd.reshape(shape)
