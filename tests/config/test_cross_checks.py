@@ -41,11 +41,8 @@ def error(text: str) -> str:
     [
         ("--context-parallel-size 2", "--context-parallel-size > 1 is not built yet"),
         ("--expert-model-parallel-size 2", "not built yet"),
-        ("--async-save", "--async-save is not built yet"),
-        ("--use-checkpoint-args", "--use-checkpoint-args is not built yet"),
         ("--reset-position-ids", "--reset-position-ids is not built yet"),
         ("--reset-attention-mask", "--reset-attention-mask is not built yet"),
-        ("--exit-signal-handler", "--exit-signal-handler is not built yet"),
         ("--profile", "--profile is not built yet"),
         ("--fp8-stats-interval 10", "--fp8-stats-interval is not built yet"),
         ("--data-path 0.3 a 0.7 b", "blend of data sets is not built yet"),
