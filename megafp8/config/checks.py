@@ -103,7 +103,7 @@ def _unbuilt_precision(config: RunConfig) -> list[tuple[bool, str, str]]:
 
 def _unbuilt_rest(config: RunConfig) -> list[tuple[bool, str, str]]:
     """Rows of (asked for, flag, what there is instead)."""
-    parallel, data, checkpoint = config.parallel, config.data, config.checkpoint
+    parallel, data = config.parallel, config.data
     return [
         (parallel.context_parallel_size > 1, "--context-parallel-size > 1", "allowed: 1"),
         (
@@ -111,22 +111,11 @@ def _unbuilt_rest(config: RunConfig) -> list[tuple[bool, str, str]]:
             "--expert-model-parallel-size > 1",
             "there are no experts; allowed: 1",
         ),
-        (checkpoint.async_save, "--async-save", "training waits while a checkpoint is written"),
-        (
-            checkpoint.use_checkpoint_args,
-            "--use-checkpoint-args",
-            "give the model's flags; the run folder's config.yaml holds them",
-        ),
         (data.reset_position_ids, "--reset-position-ids", "positions run over the whole sample"),
         (
             data.reset_attention_mask,
             "--reset-attention-mask",
             "attention crosses documents; --eod-mask-loss is there",
-        ),
-        (
-            config.training.exit_signal_handler,
-            "--exit-signal-handler",
-            "use --exit-duration-in-mins or --exit-interval",
         ),
         (config.logging.profile, "--profile", "no profiler is attached"),
     ]
@@ -369,7 +358,7 @@ def _data(config: RunConfig) -> Iterator[str]:
 def _records(config: RunConfig) -> Iterator[str]:
     checkpoint, logging = config.checkpoint, config.logging
     if checkpoint.load is None:
-        for name in ("finetune", "exit_on_missing_checkpoint"):
+        for name in ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"):
             if getattr(checkpoint, name):
                 yield f"--{name.replace('_', '-')} needs --load"
     if logging.wandb_exp_name is not None and logging.wandb_project is None:
