@@ -6,36 +6,19 @@ depends on the layout; the rule for it is in `rank_scales`.
 
 import copy
 import dataclasses
-from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from megafp8.checkpoint.files import (
-    METADATA_NAME,
-    crc32_of,
-    iteration_name,
-    iteration_of,
-    remove_directory,
-)
+from megafp8.checkpoint.files import iteration_name, iteration_of
 from megafp8.checkpoint.holdings import plan_holdings
-from megafp8.checkpoint.load import find_checkpoint
+from megafp8.checkpoint.load import find_checkpoint, read_record
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, describe_move, local_entry, move_ranks
-from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
-from megafp8.checkpoint.save import _commit, _make_temporary
-from megafp8.checkpoint.streaming import (
-    BUFFER_BYTES,
-    Holding,
-    ShardWriter,
-    TensorReader,
-    bytes_of,
-    crc32_of_tensor,
-    in_order,
-)
+from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
+from megafp8.checkpoint.rewrite import write_checkpoint
+from megafp8.checkpoint.streaming import TensorReader, bytes_of, crc32_of_tensor
 from megafp8.config import Layout, ModelShape, RunConfig
 from megafp8.config.layout import build_layout
 from megafp8.errors import CheckpointError, ConfigurationError
@@ -169,7 +152,7 @@ def reshard_checkpoint(load: Path, save: Path, target: TargetLayout) -> ReshardR
     source = find_checkpoint(load)
     if source is None:
         raise CheckpointError(f"--load {load} holds no checkpoint")
-    root, final = _destination(source, Path(save).absolute())
+    root = _root_of(source, Path(save).absolute())
     reader = TensorReader.open(source, checksums=True)
     config, layout, notes = target_run(reader.record, target)
     shape = ModelShape.from_config(config, _vocab_size(reader.record))
@@ -184,127 +167,42 @@ def reshard_checkpoint(load: Path, save: Path, target: TargetLayout) -> ReshardR
         layout=layout_fields(layout),
         tensors=dict(sorted(entries.items())),
     )
-    made = _missing_folders(root)
-    try:
-        rows = _write(reader, root, final, record, holdings)
-    except BaseException as error:
-        for folder in made:
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
-        if isinstance(error, OSError):
-            reason = error.strerror or str(error)
-            raise CheckpointError(
-                f"{final} could not be written: {reason}; nothing is left of it"
-            ) from error
-        raise
-    return ReshardReport(source, final, layout, notes, rows)
+    before: dict[str, str] = {}
 
-
-def _write(
-    reader: TensorReader,
-    root: Path,
-    final: Path,
-    record: CheckpointRecord,
-    holdings: Sequence[Holding],
-) -> list[Conserved]:
-    """Write everything into a temporary folder, read it again, and only then give it its name."""
-    root.mkdir(parents=True, exist_ok=True)
-    temporary = _make_temporary(root, final.name)
-    try:
-        moved, files = _copy_tensors(reader, temporary, record, holdings)
-        index = temporary / METADATA_NAME
-        files[METADATA_NAME] = FileEntry(size=index.stat().st_size, crc32=crc32_of(index))
-        record = dataclasses.replace(record, files=dict(sorted(files.items())))
-        rows = _compare(reader, TensorReader(temporary, record), moved)
-        _commit(temporary, final, record)
-    finally:
-        if temporary.exists():
-            remove_directory(temporary)
-    return rows
-
-
-# Checksums of a tensor as it was read and as it has to come out again.
-_Sums = dict[str, tuple[str, str]]
-
-
-def _copy_tensors(
-    reader: TensorReader, folder: Path, record: CheckpointRecord, holdings: Sequence[Holding]
-) -> tuple[_Sums, dict[str, FileEntry]]:
-    writer = ShardWriter(folder, record.tensors, holdings)
-    sums: _Sums = {}
-    writing: deque[tuple[int, list[Future[None]]]] = deque()
-    held = 0
-
-    def read(name: str) -> tuple[str, Tensor, str, str]:
+    def read(name: str) -> Tensor:
         tensor = reader.read(name)
-        before = crc32_of_tensor(tensor)
-        if not name.startswith(LOCAL_PREFIX):
-            return name, tensor, before, before
-        dp, tp = record.tensors[name].shape[:2]
-        tensor = move_ranks(name, tensor, dp, tp)
-        return name, tensor, before, crc32_of_tensor(tensor)
-
-    try:
-        sizes = [(name, bytes_of(reader.entry(name))) for name in reader.names]
-        for name, tensor, before, wanted in in_order(sizes, read, BUFFER_BYTES // 2):
-            sums[name] = before, wanted
-            while writing and held + tensor.nbytes > BUFFER_BYTES // 2:
-                size, done = writing.popleft()
-                for future in done:
-                    future.result()
-                held -= size
-            writing.append((tensor.nbytes, writer.write(name, tensor)))
-            held += tensor.nbytes
-        for _, done in writing:
-            for future in done:
-                future.result()
-        return sums, writer.finish()
-    finally:
-        writer.close()
-
-
-def _compare(source: TensorReader, copy: TensorReader, sums: _Sums) -> list[Conserved]:
-    """Read what was written and compare it with what was read.
-
-    Raises:
-        CheckpointError: a tensor is missing or has other bytes; all are named.
-    """
-    sizes = [(name, bytes_of(copy.entry(name))) for name in source.names]
-    found = in_order(sizes, lambda name: (name, crc32_of_tensor(copy.read(name))))
-    rows, lost = [], []
-    for name, after in found:
-        before, wanted = sums[name]
-        entry, new = source.entry(name), copy.entry(name)
-        rule = "kept"
+        before[name] = crc32_of_tensor(tensor)
         if name.startswith(LOCAL_PREFIX):
-            rule = describe_move(name, entry.shape, *new.shape[:2])
-        rows.append(Conserved(name, entry, new, before, after, rule))
-        if after != wanted:
-            lost.append(f"{name} (crc32 {wanted} -> {after})")
-    if lost:
-        raise CheckpointError(f"{len(lost)} tensors were not conserved: {', '.join(lost[:20])}")
-    return rows
+            tensor = move_ranks(name, tensor, layout.dp, layout.tp)
+        return tensor
+
+    path, after = write_checkpoint(root, record, holdings, read)
+    rows = [_row(reader, name, entries[name], before[name], after[name]) for name in reader.names]
+    lost = [row.name for row in rows if row.rule == "kept" and row.crc_before != row.crc_after]
+    assert not lost, lost  # `write_checkpoint` has compared them already
+    return ReshardReport(source, path, layout, notes, rows)
 
 
-def _destination(source: Path, save: Path) -> tuple[Path, Path]:
-    """Return the folder of checkpoints and the new checkpoint's directory."""
+def _row(source: TensorReader, name: str, new: TensorEntry, before: str, after: str) -> Conserved:
+    entry, rule = source.entry(name), "kept"
+    if name.startswith(LOCAL_PREFIX):
+        rule = describe_move(name, entry.shape, *new.shape[:2])
+    return Conserved(name, entry, new, before, after, rule)
+
+
+def _root_of(source: Path, save: Path) -> Path:
+    """Return the folder of checkpoints that `--save` means."""
     if save.exists() and not save.is_dir():
         raise CheckpointError(f"--save {save} is a file, expected a directory")
-    iteration = iteration_of(source.name)
-    if iteration is None:
-        iteration = TensorReader.open(source, checksums=False).record.iteration
-    root = save.parent if iteration_of(save.name) is not None else save
-    final = root / iteration_name(iteration)
-    if root != save and save != final:
+    iteration = read_record(source).iteration
+    named = iteration_of(save.name)
+    if named is not None and named != iteration:
         raise CheckpointError(f"--save {save}: the checkpoint is of iteration {iteration}")
-    if final.exists():
+    root = save if named is None else save.parent
+    final = root / iteration_name(iteration)
+    if final.exists():  # said before the source is read
         raise CheckpointError(f"--save: {final} is there already; give another folder")
-    return root, final
-
-
-def _missing_folders(path: Path) -> list[Path]:
-    """Return the folders that have to be made for `path`, deepest first."""
-    return [folder for folder in (path, *path.parents) if not folder.exists()]
+    return root
 
 
 def _vocab_size(record: CheckpointRecord) -> int:
