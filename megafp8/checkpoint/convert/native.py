@@ -34,7 +34,6 @@ from megafp8.checkpoint.files import (
 from megafp8.checkpoint.load import find_checkpoint, read_record, verify_files
 from megafp8.checkpoint.metadata import CheckpointReader
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
-from megafp8.checkpoint.whole_model import single_process_config
 from megafp8.config import ModelShape, RunConfig
 from megafp8.errors import CheckpointError, ConfigurationError
 
@@ -79,7 +78,7 @@ def open_native(load: Path) -> ModelView:
 
 def _sizes(directory: Path, record: CheckpointRecord) -> tuple[RunConfig, ModelShape]:
     try:
-        config = single_process_config(record.config)
+        config = RunConfig.from_dict(record.config)
         return config, ModelShape.from_config(config, int(record.state["vocab_size"]))
     except ConfigurationError as error:
         raise CheckpointError(f"{directory}: its configuration is unusable: {error}") from None
