@@ -11,13 +11,14 @@ from megafp8.numerics.gemm import (
     wgrad,
 )
 from megafp8.numerics.quantize import QuantizedTensor, compute_amax, decode, quantize
-from megafp8.numerics.recipe import ROLES, Recipe, Role
+from megafp8.numerics.recipe import CORE_ROLES, ROLES, Recipe, Role
 from megafp8.numerics.registry import ScaleRegistry
 
 __all__ = [
     "DIMENSION_MULTIPLE",
     "E4M3",
     "E5M2",
+    "CORE_ROLES",
     "ROLES",
     "Fp8Format",
     "QuantizedTensor",
