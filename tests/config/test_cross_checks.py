@@ -3,6 +3,7 @@
 import pytest
 
 from megafp8.config import RunConfig, load_config
+from megafp8.config.backend import attention_refusals
 from megafp8.config.checks import check_trainable
 from megafp8.errors import ConfigurationError
 
@@ -166,10 +167,32 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
             "--tensor-model-parallel-size 2 --sequence-parallel",
             "--fp8-tp-comm none: TransformerEngine gathers FP8 operands as FP8",
         ),
+        ("--fp8-attention dpa", "--fp8-attention dpa needs --transformer-impl transformer_engine"),
         (
-            "--transformer-impl transformer_engine --pipeline-model-parallel-size 2 "
-            "--pipeline-schedule zbv",
-            "--pipeline-schedule zbv splits the backward pass",
+            "--transformer-impl native --bf16 --fp8-format hybrid --fp8-attention dpa",
+            "found native: the native core has no FP8; allowed with it: none",
+        ),
+        (
+            "--transformer-impl transformer_engine --bf16 --fp8-attention dpa",
+            "--fp8-attention dpa needs --fp8-format hybrid",
+        ),
+        (
+            "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-attention mha",
+            "--fp8-attention mha lets linear_qkv hand on FP8",
+        ),
+        (
+            "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-attention dpa "
+            "--attention-backend local",
+            "--fp8-attention dpa contradicts --attention-backend local",
+        ),
+        ("--attention-backend flash", "--attention-backend flash is a core of TransformerEngine's"),
+        (
+            "--transformer-impl native --attention-backend unfused",
+            "needs --transformer-impl transformer_engine, found native; allowed with it: auto, loc",
+        ),
+        (
+            "--transformer-impl transformer_engine --attention-backend fused",
+            "--attention-backend fused computes in 16 bits and needs --bf16 or --fp16",
         ),
         (
             "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-param-gather",
@@ -297,3 +320,13 @@ def test_typed_values_from_python_are_checked_strictly() -> None:
         with pytest.raises(ConfigurationError) as caught:
             RunConfig.from_dict(bad)
         assert fragment in str(caught.value)
+
+
+def test_fp8_attention_needs_delayed_scaling() -> None:
+    """Said whatever recipes there are: cuDNN has no other on Hopper."""
+    config = load("--transformer-impl transformer_engine --bf16 --fp8-format hybrid")
+    changes = {"fp8_recipe": "tensorwise", "fp8_attention": "dpa"}
+    precision = config.precision.model_copy(update=changes)
+    (said,) = attention_refusals(config.model_copy(update={"precision": precision}))
+    assert said.startswith("--fp8-attention dpa needs --fp8-recipe delayed, found tensorwise")
+    assert not list(attention_refusals(config))

@@ -17,18 +17,24 @@ from tests.support.ranks import Ranks
 
 ADAPTER = ROOT / "megafp8/layers/transformer_engine"
 STORED = json.loads((ROOT / "tests/support/te_cpu/signatures.json").read_text())
+CORE = "pytorch.attention.dot_product_attention.dot_product_attention"
 # Source of the callee -> key of the stored signature.
 CALLEES = {
     "te.autocast": "pytorch.quantization:autocast.__init__",
     "te.is_fp8_available": "pytorch.quantization:is_fp8_available",
     "TeLinear.super().__init__": "pytorch.module.linear:Linear.__init__",
     "TeLinear.super().forward": "pytorch.module.linear:Linear.forward",
+    "TeNormLinear.super().__init__": "pytorch.module.layernorm_linear:LayerNormLinear.__init__",
+    "TeNormLinear.super().forward": "pytorch.module.layernorm_linear:LayerNormLinear.forward",
+    "TeCore.super().__init__": f"{CORE}:DotProductAttention.__init__",
+    "TeCore.super().forward": f"{CORE}:DotProductAttention.forward",
     "FP8GlobalStateManager.is_fp8_enabled": (
         "pytorch.quantization:FP8GlobalStateManager.is_fp8_enabled"
     ),
 }
 # Called as well, and not among the stored signatures: checked on the real classes in a rank below.
 LIVE = {
+    "DeferredWeightStore.super().__init__",
     "FP8GlobalStateManager.get_buffer_info",
     "Float8Quantizer",
     "RegistryQuantizers.super().set_meta_tensor",
@@ -132,6 +138,7 @@ def live_signatures() -> dict[str, list[str]]:
     from tests.support import te_cpu
 
     te = te_cpu.load()
+    from transformer_engine.pytorch.module._common import WeightGradStore
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
@@ -140,6 +147,12 @@ def live_signatures() -> dict[str, list[str]]:
         "te.is_fp8_available": te.is_fp8_available,
         "TeLinear.super().__init__": te.Linear.__init__,
         "TeLinear.super().forward": te.Linear.forward,
+        "TeNormLinear.super().__init__": te.LayerNormLinear.__init__,
+        "TeNormLinear.super().forward": te.LayerNormLinear.forward,
+        "TeCore.super().__init__": te.DotProductAttention.__init__,
+        "TeCore.super().forward": te.DotProductAttention.forward,
+        "DeferredWeightStore.super().__init__": WeightGradStore.__init__,
+        "DeferredWeightStore.put": WeightGradStore.put,
         "FP8GlobalStateManager.is_fp8_enabled": FP8GlobalStateManager.is_fp8_enabled,
         "FP8GlobalStateManager.get_buffer_info": FP8GlobalStateManager.get_buffer_info,
         "Float8Quantizer": Float8Quantizer.__init__,
@@ -159,3 +172,5 @@ def test_installed_wheel_has_the_stored_signatures(te_ranks: Ranks) -> None:
     assert live["Float8Quantizer"][:3] == ["scale", "amax", "fp8_dtype"]
     assert live["RegistryQuantizers.super().set_meta_tensor"] == ["fwd", "recipe"]
     assert live["FP8GlobalStateManager.get_buffer_info"] == []
+    assert live["DeferredWeightStore.super().__init__"][0] == "delay_wgrad_compute"
+    assert live["DeferredWeightStore.put"] == ["tensor_list", "func"]  # TE calls ours
