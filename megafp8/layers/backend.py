@@ -48,6 +48,7 @@ class LayerContext:
         fp8_gather: gathers over tp carry FP8 payloads.
         cache_weights: parameters stay gathered over a step, so FP8 casts of weights may be kept.
         deferred: queue of weight gradients of a zero-bubble schedule, else None.
+        norm_impl: kernels of the norms, "native" or "apex".
     """
 
     mesh: Mesh
@@ -59,6 +60,7 @@ class LayerContext:
     fp8_gather: bool
     cache_weights: bool
     deferred: DeferredWeightGradients | None
+    norm_impl: str = "native"
 
 
 class Backend(Protocol):

@@ -6,8 +6,8 @@ from typing import Any
 from megafp8.config import RunConfig
 from megafp8.config.backend import transformer_engine_refusal
 from megafp8.config.user_buffers import UserBufferOptions
-from megafp8.errors import PrecisionError
-from megafp8.layers import transformer_engine
+from megafp8.errors import ConfigurationError, PrecisionError
+from megafp8.layers import apex, transformer_engine
 from megafp8.layers.backend import Backend
 from megafp8.layers.native import NativeBackend
 from megafp8.numerics import Recipe
@@ -41,7 +41,12 @@ def choose_backend(config: RunConfig) -> BackendChoice:
 
     Raises:
         PrecisionError: TransformerEngine is asked for and cannot be used, with the reason.
+        ConfigurationError: so are apex's norms.
     """
+    if config.model.norm_impl == "apex":
+        usable, reason = apex.norms_available()
+        if not usable:
+            raise ConfigurationError(f"--norm-impl apex: {reason}; this project's own: native")
     asked = config.model.transformer_impl
     if asked not in ("auto", "transformer_engine"):
         return BackendChoice(asked, "native", f"--transformer-impl {asked}")

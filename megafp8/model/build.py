@@ -157,6 +157,7 @@ def _layer_context(
         fp8_gather=config.precision.fp8_tp_comm != "none",
         cache_weights=not layout.reshard_after_forward or layout.fsdp == 1,
         deferred=queue,
+        norm_impl=config.model.norm_impl,
     )
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from megafp8.config.user_buffers import UserBufferOptions
 from megafp8.layers.backend import LayerContext, LinearOptions
-from megafp8.layers.native.norm import Norm
+from megafp8.layers.norms import make_norm
 from megafp8.layers.transformer_engine.linear import TeLinear
 from megafp8.layers.transformer_engine.recipes import te_recipe
 from megafp8.layers.transformer_engine.traffic import count_traffic
@@ -51,7 +51,7 @@ class TransformerEngineBackend:
 
     def norm(self, context: LayerContext, name: str, kind: str, epsilon: float) -> nn.Module:
         """See `Backend.norm`."""
-        return Norm(context, name, kind, epsilon)
+        return make_norm(context, name, kind, epsilon)
 
     def scope(self) -> AbstractContextManager[Any]:
         """The one enabled autocast around a stage's forward; BF16 layers nest a disabled one."""
