@@ -31,6 +31,7 @@ from tests.support.ranks import Ranks
 GLOBAL_BATCH, MICRO_BATCH, SEQUENCE, HIDDEN, LAYERS = 8, 2, 64, 128, 4
 PRESET = (*PARITY, "--global-batch-size", str(GLOBAL_BATCH))
 ZBV = ("--pipeline-schedule", "zbv")
+WIRES = ("--fp8-tp-comm", "all", "--fp8-param-gather", "--fp8-grad-reduce")
 FP16 = ("--bf16", "false", "--fp16", "--fp8-format", "none", "--initial-loss-scale", "16")
 
 
@@ -210,6 +211,7 @@ OPERATIONS = {
     # operation: (which input is the full tensor, whether tensors come as a list)
     "c10d::_allgather_base_": ("gather", 0, False),
     "c10d::_reduce_scatter_base_": ("scatter", 1, False),
+    "c10d::alltoall_base_": ("scatter", 1, False),
     "c10d::allreduce_": ("reduce", 0, True),
     "c10d::send": ("send", 0, True),
 }
@@ -288,8 +290,9 @@ def _as_operations(training: Training) -> dict[str, dict[str, int]]:
         (4, degrees(1, 2, "--untie-embeddings-and-output-weights", "false")),
         (2, degrees(2, 1, SP, "--fp8-tp-comm", "none")),
         (2, degrees(1, 2, *ZBV)),
+        (4, degrees(2, 1, SP, *WIRES)),
     ],
-    ids=["tp2pp2", "tp2fsdp2", "hsdp", "pp2fsdp2-tied", "tp2-bf16-gathers", "zbv"],
+    ids=["tp2pp2", "tp2fsdp2", "hsdp", "pp2fsdp2-tied", "tp2-bf16-gathers", "zbv", "fp8-wires"],
 )
 def test_counters_equal_the_profiler(ranks: Ranks, size: int, flags: tuple[str, ...]) -> None:
     for seen, counted in ranks.run(profiled_step, world_size=size, flags=flags):
