@@ -47,6 +47,7 @@ ZBV = ("--pipeline-schedule", "zbv", "--num-layers", "4")
 HSDP = ("--fsdp-size", "2")
 UNEVEN = ("--hidden-size", "96", "--kv-channels", "16")  # 256 rows of qkv over 3 ranks
 THREE = (*UNEVEN, "--global-batch-size", "12")
+slow = pytest.mark.slow
 Reference = Callable[[tuple[str, ...]], Curve]
 
 
@@ -128,38 +129,28 @@ def reference(ranks: Ranks) -> Reference:
 @pytest.mark.parametrize(
     ("size", "layout", "wires"),
     [
-        (2, degrees(2, 1, SP), TP),
-        (2, degrees(2, 1, SP), (*TP, "--no-fp8-wgrad")),
-        (2, degrees(), GATHER),
-        (2, degrees(1, 1, *KEPT), GATHER),
-        (2, degrees(), REDUCE),
-        (2, degrees(1, 1, *KEPT), FEEDBACK),
-        (3, degrees(1, 1, *THREE), ALL),
-        (4, TP2_FSDP2, ALL),
-        (4, degrees(2, 1, SP, *KEPT, "--recompute-granularity", "full"), ALL),
-        (4, degrees(1, 1, *HSDP), (*GATHER, *FEEDBACK)),
-        (4, degrees(1, 2), ALL),
-        (4, degrees(1, 2, *FREED), ALL),
-        (4, degrees(1, 2, *VIRTUAL), ALL),
-        (4, degrees(1, 2, *ZBV), ALL),
-        (4, degrees(2, 2, SP), ALL),
-    ],
-    ids=[
-        "tp2",
-        "tp2-no-wgrad",
-        "fsdp2-gather",
-        "fsdp2-gather-kept",
-        "fsdp2-reduce",
-        "fsdp2-reduce-kept",
-        "fsdp3-uneven",
-        "tp2fsdp2",
-        "tp2fsdp2-kept-recompute",
-        "hsdp",
-        "pp2fsdp2",
-        "pp2fsdp2-freed",
-        "interleaved",
-        "zbv",
-        "tp2pp2",
+        pytest.param(2, degrees(2, 1, SP), TP, id="tp2"),
+        pytest.param(2, degrees(2, 1, SP), (*TP, "--no-fp8-wgrad"), id="tp2-no-wgrad", marks=slow),
+        pytest.param(2, degrees(), GATHER, id="fsdp2-gather"),
+        pytest.param(2, degrees(1, 1, *KEPT), GATHER, id="fsdp2-gather-kept", marks=slow),
+        pytest.param(2, degrees(), REDUCE, id="fsdp2-reduce"),
+        pytest.param(2, degrees(1, 1, *KEPT), FEEDBACK, id="fsdp2-reduce-kept"),
+        pytest.param(3, degrees(1, 1, *THREE), ALL, id="fsdp3-uneven"),
+        pytest.param(4, TP2_FSDP2, ALL, id="tp2fsdp2"),
+        pytest.param(
+            4,
+            degrees(2, 1, SP, *KEPT, "--recompute-granularity", "full"),
+            ALL,
+            id="tp2fsdp2-kept-recompute",
+            marks=slow,
+        ),
+        pytest.param(4, degrees(1, 1, *HSDP), (*GATHER, *FEEDBACK), id="hsdp"),
+        pytest.param(4, degrees(1, 2), ALL, id="pp2fsdp2"),
+        pytest.param(4, degrees(1, 2, *FREED), ALL, id="pp2fsdp2-freed", marks=slow),
+        pytest.param(4, degrees(1, 2, *VIRTUAL), ALL, id="interleaved"),
+        pytest.param(4, degrees(1, 2, *ZBV), ALL, id="zbv"),
+        pytest.param(4, degrees(2, 2, SP), ALL, id="tp2pp2", marks=slow),
+        pytest.param(4, degrees(2, 2, SP, *ZBV), ALL, id="tp2pp2-zbv"),
     ],
 )
 def test_follows_one_rank(

@@ -92,7 +92,7 @@ def uninterrupted(flags: tuple[str, ...], at: int, iterations: int, save: str) -
         (2, (*PARITY, *BATCH, *TIED, *ZBV, *degrees(1, 2)), 3),
         (4, (*PARITY, *HALF, "--fsdp-size", "2", *degrees()), 3),
         (4, (*PARITY, *HALF, *WIRES, *degrees(2, 1, SP)), 3),
-        (4, (*PARITY, *HALF, *WIRES, *degrees(1, 2)), 3),
+        pytest.param(4, (*PARITY, *HALF, *WIRES, *degrees(1, 2)), 3, marks=pytest.mark.slow),
     ],
     ids=[
         "tp2pp2",
