@@ -11,6 +11,8 @@ from megafp8.config.base import (
     Section,
 )
 
+# Values that share a scale where FP8 is summed after travelling (activations, gradients).
+WIRE_BLOCK = 256
 RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 
 

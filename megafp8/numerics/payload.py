@@ -18,11 +18,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megafp8.config.precision import WIRE_BLOCK
 from megafp8.numerics.formats import Fp8Format
 from megafp8.numerics.quantize import decode
 
-# 4 bytes per 256 codes: 0.508 of BF16, 0.254 of FP32.
-BLOCK = 256
+BLOCK = WIRE_BLOCK  # 4 bytes per 256 codes: 0.508 of BF16, 0.254 of FP32
 _SCALE_BYTES = 4
 _CHUNK = 1 << 18  # elements that stay in a CPU's cache; see `quantize`
 _FP32_MAX = torch.finfo(torch.float32).max
