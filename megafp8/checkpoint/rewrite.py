@@ -14,7 +14,7 @@ from megafp8.checkpoint.save import _commit, _make_temporary
 from megafp8.checkpoint.streaming import (
     BUFFER_BYTES,
     Holding,
-    ShardWriter,
+    LayoutWriter,
     TensorReader,
     bytes_of,
     crc32_of_tensor,
@@ -23,7 +23,7 @@ from megafp8.checkpoint.streaming import (
 from megafp8.errors import CheckpointError
 
 
-def write_checkpoint(
+def write_streaming(
     root: Path,
     record: CheckpointRecord,
     holdings: Sequence[Holding],
@@ -97,7 +97,7 @@ def _fill(
     read: Callable[[str], Tensor],
 ) -> tuple[dict[str, str], dict[str, FileEntry]]:
     """Write all shards; returns each tensor's CRC-32 before it was cut, and the files."""
-    writer = ShardWriter(folder, record.tensors, holdings)
+    writer = LayoutWriter(folder, record.tensors, holdings)
     sums: dict[str, str] = {}
     writing: deque[tuple[int, list[Future[None]]]] = deque()
     held = 0

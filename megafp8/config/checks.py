@@ -242,9 +242,12 @@ def _precision(config: RunConfig) -> Iterator[str]:
     if precision.fp8 and not precision.bf16:
         yield f"--fp8-format {precision.fp8_format} needs --bf16"
     if precision.fp8 and not precision.fp8_reduce_amax:
-        tp = config.parallel.tensor_model_parallel_size
-        if tp > 1:
-            yield per_rank_scales_refused(tp, 1)
+        if config.parallel.sequence_parallel and precision.fp8_tp_comm != "none":
+            yield (
+                "--no-fp8-reduce-amax gives tensor-parallel ranks different scales, but codes that "
+                "--sequence-parallel gathers over them are decoded with one; found --fp8-tp-comm "
+                f"{precision.fp8_tp_comm}, allowed with both: none"
+            )
     if precision.loss_scale is not None and not precision.fp16:
         yield f"--loss-scale {precision.loss_scale:g} needs --fp16; bf16 and fp32 have none"
     if precision.initial_loss_scale < precision.min_loss_scale:
@@ -260,14 +263,6 @@ def _precision(config: RunConfig) -> Iterator[str]:
                 f"num_layers_at_start_in_bf16 {start} + num_layers_at_end_in_bf16 {end} > "
                 f"num_layers {config.model.num_layers}"
             )
-
-
-def per_rank_scales_refused(tp: int, dp: int) -> str:
-    """Return the refusal of scales that differ between ranks."""
-    return (
-        f"--fp8-reduce-amax false needs tensor parallel * data parallel = 1, found {tp} * {dp}: "
-        "scale state that differs between ranks is not saved yet in this version"
-    )
 
 
 def _training(config: RunConfig) -> Iterator[str]:

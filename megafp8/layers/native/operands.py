@@ -145,6 +145,10 @@ class Fp8Operands:
         wgrad = "" if self.fp8_wgrad else ", wgrad in high precision"
         return f"fp8 delayed: input {forward}, weight {forward}, grad_output {gradient}{wgrad}"
 
+    def _observe(self, role: Role, x: Tensor) -> None:
+        if self.registry.recording:
+            self.registry.record(self.index[role], compute_amax(x))
+
     def _quantize(self, role: Role, x: Tensor) -> QuantizedTensor:
         index, fmt = self.index[role], self.recipe.format(role)
         data = quantize(x, self.registry.scale_of(index), fmt)
@@ -159,14 +163,18 @@ class Fp8Operands:
             (what to save for wgrad, what fprop or dgrad reads). They differ under sequence
             parallelism, and with --no-fp8-wgrad, where wgrad takes high-precision operands.
         """
-        if self.registry.recording:
-            self.registry.record(self.index[role], compute_amax(x))
         if not self.fp8_wgrad and role == "grad_output":
             whole = self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
+            self._observe(role, whole)
             return whole, self._quantize(role, whole)
         if gather and not self.fp8_gather:
-            full = self._quantize(role, self.tp.all_gather(x, LINEAR_KINDS[0]))
+            # The amax is that of what is cast: other ranks' tokens too, whose amaxes a rank with
+            # scales of its own would not learn otherwise.
+            whole = self.tp.all_gather(x, LINEAR_KINDS[0])
+            self._observe(role, whole)
+            full = self._quantize(role, whole)
             return (full if self.fp8_wgrad else x), full
+        self._observe(role, x)
         local = self._quantize(role, x)
         saved = local if self.fp8_wgrad else x
         return saved, self._gather(local) if gather else local
