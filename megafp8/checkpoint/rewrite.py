@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megafp8.checkpoint.files import METADATA_NAME, crc32_of, iteration_name, remove_directory
+from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry
 from megafp8.checkpoint.save import _commit, _make_temporary
 from megafp8.checkpoint.streaming import (
@@ -42,8 +43,9 @@ def write_streaming(
         The checkpoint, and the CRC-32 of each tensor's global view as read back from the files.
 
     Raises:
-        CheckpointError: it is there already, a file cannot be written, or what was read back is
-            not what `read` returned. Nothing that looks like a checkpoint is left behind.
+        CheckpointError: it is there already, another job writes into the folder, a file cannot be
+            written, or what was read back is not what `read` returned. Nothing that looks like a
+            checkpoint is left behind.
     """
     root = Path(root).absolute()
     final = root / iteration_name(record.iteration)
@@ -53,7 +55,12 @@ def write_streaming(
     made = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
         root.mkdir(parents=True, exist_ok=True)
-        return final, _write(root, final, record, holdings, read)
+        lock = FolderLock(root)
+        lock.acquire()
+        try:
+            return final, _write(root, final, record, holdings, read)
+        finally:
+            lock.release()
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(f"{final} could not be written: {reason}; nothing is left") from error
