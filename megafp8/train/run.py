@@ -197,6 +197,7 @@ def _note_resume(
             "layout_after": certificate.layout_after,
             "tensors": certificate.tensors,
             "scale_state_sha256": certificate.scale_state_sha256,
+            "scale_state_rule": certificate.scale_state_rule,
             "manifest_sha256_before": certificate.manifest_sha256,
             "manifest_sha256_after": manifest,
         },

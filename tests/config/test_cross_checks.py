@@ -47,7 +47,6 @@ def error(text: str) -> str:
         ("--profile", "--profile is not built yet"),
         ("--fp8-stats-interval 10", "--fp8-stats-interval is not built yet"),
         ("--data-path 0.3 a 0.7 b", "blend of data sets is not built yet"),
-        ("--bf16 --fp8-format hybrid --tensor-model-parallel-size 2 --no-fp8-reduce-amax", "2 * 1"),
     ],
 )
 def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: str) -> None:
@@ -225,6 +224,12 @@ def test_contradictions(text: str, fragment: str) -> None:
     assert fragment in error(text)
 
 
+def test_gathered_codes_need_one_scale() -> None:
+    flags = "--bf16 --fp8-format hybrid --no-fp8-reduce-amax --tensor-model-parallel-size 2"
+    found = error(f"{flags} --sequence-parallel")
+    assert "found --fp8-tp-comm all-gather, allowed with both: none" in found
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -242,6 +247,9 @@ def test_contradictions(text: str, fragment: str) -> None:
         "--optimizer sgd",
         "--eod-mask-loss --keep-last 2 --window-size 0,0",
         "--bf16 --fp8-format hybrid --no-fp8-reduce-amax",
+        "--bf16 --fp8-format hybrid --no-fp8-reduce-amax --tensor-model-parallel-size 2",
+        "--bf16 --fp8-format hybrid --no-fp8-reduce-amax --tensor-model-parallel-size 2 "
+        "--sequence-parallel --fp8-tp-comm none",
         "--first-last-layers-bf16 --num-layers-at-start-in-bf16 0",
         "--recompute-granularity selective",
         "--recompute-granularity full --recompute-num-layers 1",
