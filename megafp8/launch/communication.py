@@ -15,6 +15,7 @@ from megafp8.config.precision import WIRE_BLOCK
 from megafp8.config.run import RunConfig
 from megafp8.config.shape import ModelShape, ParameterSpec
 from megafp8.precision.plan import PrecisionPlan, build_plan
+from megafp8.precision.recipe import high_precision_wgrad
 
 FP32 = 4
 
@@ -97,23 +98,42 @@ def _tensor_parallel(
     precision, training, item = config.precision, config.training, _compute_bytes(config)
     own = shape.seq_length * training.micro_batch_size * shape.hidden_size // layout.tp
     copies = batches * layout.tp * (layout.tp - 1)
+    high_wgrad = high_precision_wgrad(config) is not None
+    scales = _scale_bytes(precision.recipe_name, own, own // shape.hidden_size)
     recomputed = 0
     if training.recompute_granularity == "full":
         recomputed = training.recompute_num_layers or layout.layers_per_stage
     for linear in shape.linears(layout, training.micro_batch_size):
         fp8 = plan.precision(linear.name) == "fp8"
         again = int(linear.layer % layout.layers_per_stage < recomputed)
-        operand = own * (1 if fp8 and precision.fp8_tp_comm != "none" else item)
-        for_wgrad = operand if precision.fp8_wgrad else own * item
+        codes = fp8 and precision.fp8_tp_comm != "none"
+        operand = own + scales if codes else own * item
+        for_wgrad = own * item if fp8 and high_wgrad else operand
+        if fp8 and not codes and not high_wgrad:
+            for_wgrad = 0  # x was cast whole, and saved so
         reduced = payload_bytes(own) if fp8 and precision.fp8_tp_comm == "all" else own * item
         column = linear.mode == "column"
-        # column: x for fprop, and again for wgrad; row: dy, once for both.
-        gathered = operand * (1 + again) + for_wgrad if column else for_wgrad
+        # column: x for fprop, and again for wgrad; row: dy, once for both, or for each its codes.
+        if column:
+            gathered = operand * (1 + again) + for_wgrad
+        else:
+            both = codes and not high_wgrad and scales > 0
+            gathered = own * item if fp8 and high_wgrad else operand * (2 if both else 1)
         total["tp_linear_all_gather"] += copies * gathered
         total["tp_linear_reduce_scatter"] += copies * reduced * (1 if column else 1 + again)
     # The embedding scatters forward and gathers backward, the output layer the other way round.
     total["tp_other_all_gather"] += 2 * copies * own * item
     total["tp_other_reduce_scatter"] += 2 * copies * own * item
+
+
+def _scale_bytes(recipe: str, values: int, rows: int) -> int:
+    """Bytes of the scales that travel with the codes of an activation or gradient."""
+    return {
+        "rowwise": FP32 * rows,
+        "rowwise_with_gw_hp": FP32 * rows,
+        "blockwise": FP32 * values // 128,
+        "mxfp8": values // 32,
+    }.get(recipe, 0)
 
 
 def _pipeline(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from megafp8.launch.communication import step_bytes
 from tests.support.layouts import BOUNDS, PARITY, SP, Curve, degrees, deviations, start_training
 from tests.support.ranks import Ranks
 
@@ -96,3 +97,31 @@ def test_every_recipe_learns_as_bf16_does(ranks: Ranks) -> None:
         (found,) = ranks.run(losses, world_size=1, flags=command(recipe, degrees()))
         assert abs(found[-1] / wanted[-1] - 1.0) < 0.01, (recipe, found, wanted)
         assert max(abs(a / b - 1.0) for a, b in zip(found, wanted, strict=True)) < 0.01, recipe
+
+
+def counted_and_computed(flags: tuple[str, ...]) -> tuple[int, int]:
+    """Bytes of the gathers around linears in an iteration: counted, and as a dry run has them."""
+    training = start_training(flags)
+    curve = training.iterate(1)
+    computed = step_bytes(training.config, training.shape, training.plan, training.mesh.layout)
+    kind = "tp_linear_all_gather"
+    return sum(curve.comm_bytes[0][kind].values()), computed[kind]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_scales_that_travel_are_counted_and_known_to_a_dry_run(ranks: Ranks, recipe: str) -> None:
+    """Two codes for an input, one or two for an output gradient, each with its scales; or BF16."""
+    layers, linears, tokens, hidden, batches = 2, 2, 128, 256, 4
+    values = tokens * hidden
+    scales = {"tensorwise": 0, "rowwise": 4 * tokens, "blockwise": values // 32}
+    scales["mxfp8"] = values // 32
+    cast = values + scales[recipe]
+    inputs = cast + (2 * values if recipe == "rowwise" else cast)
+    gradients = {"tensorwise": cast, "rowwise": 2 * values}.get(recipe, 2 * cast)
+    wanted = layers * linears * batches * 2 * (inputs + gradients)
+    flags = command(recipe, degrees(2, 1, SP))
+    for answer in ranks.run(counted_and_computed, world_size=2, flags=flags):
+        assert answer == (wanted, wanted)
+    flags = command(recipe, degrees(2, 1, SP), "--fp8-tp-comm", "none")
+    for counted, computed in ranks.run(counted_and_computed, world_size=2, flags=flags):
+        assert counted == computed and counted > wanted * (1 if recipe == "rowwise" else 0.9)
