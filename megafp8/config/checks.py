@@ -309,7 +309,7 @@ def _fp8_wires(config: RunConfig) -> Iterator[str]:
         )
     if not precision.fp8_reduce_amax:
         yield (
-            "--fp8-param-gather contradicts --no-fp8-reduce-amax: the shards of a weight are decoded "
+            "--fp8-param-gather contradicts --no-fp8-reduce-amax: shards of a weight are decoded "
             "with one scale, and ranks would have different ones"
         )
     if precision.recipe_name != "delayed":

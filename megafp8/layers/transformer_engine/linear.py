@@ -12,8 +12,8 @@ from torch import Tensor
 from megafp8.layers.backend import LayerContext, LinearOptions
 from megafp8.layers.parameters import local
 from megafp8.layers.transformer_engine.cached_weight import KeptWeight, ready_weight
-from megafp8.layers.transformer_engine.recipes import PER_TENSOR
 from megafp8.layers.transformer_engine.deferred import DeferredWeightStore
+from megafp8.layers.transformer_engine.recipes import PER_TENSOR
 from megafp8.layers.transformer_engine.registry_quantizers import RegistryQuantizers, Slots
 from megafp8.layers.transformer_engine.user_buffers import NO_OVERLAP, Switches
 
