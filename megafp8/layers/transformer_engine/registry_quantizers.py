@@ -52,8 +52,10 @@ class RegistryQuantizers(TransformerEngineBaseModule):
         if registry is None:
             return
         assert recipe is not None
-        roles = dict.fromkeys(role for key in slots for role in slots[key] if role is not None)
-        self._indices = {role: registry.register(name, role) for role in roles}
+        for key in slots:
+            for role in slots[key]:
+                if role is not None:
+                    self._indices[role] = registry.register(name, role)
         # TE's mark of a module that is in its global buffers, with keys that are not there: it
         # is never added, and TE's reductions and updates run over empty lists.
         self.fp8_meta[FP8GlobalStateManager.get_buffer_info()] = [0, "none", 0, "none"]
