@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megafp8.config.backend import transformer_engine_refusal
+from megafp8.config.backend import attention_refusals, transformer_engine_refusal
 from megafp8.config.layout import chunks_per_rank, ramp_sizes
+from megafp8.config.user_buffers import user_buffer_problems
 from megafp8.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     yield from _not_built(config)
     yield from _model(config)
     yield from _tensor_parallel(config)
+    yield from user_buffer_problems(config)
     yield from _pipeline(config)
     yield from _precision(config)
     yield from _fp8_wires(config)
@@ -56,7 +58,7 @@ LATER = "is not built yet in this version"
 
 def _not_built(config: RunConfig) -> Iterator[str]:
     """Flags of the interface whose work is still to come: refused, never ignored."""
-    for asked, flag, instead in _unbuilt_precision(config) + _unbuilt_rest(config):
+    for asked, flag, instead in _unbuilt(config):
         if asked:
             yield f"{flag} {LATER}: {instead}"
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
@@ -66,65 +68,26 @@ def _not_built(config: RunConfig) -> Iterator[str]:
             yield f"{flag}: a blend of data sets {LATER}; found {len(paths)} values, allowed 1"
 
 
-def _unbuilt_precision(config: RunConfig) -> list[tuple[bool, str, str]]:
+def _unbuilt(config: RunConfig) -> list[tuple[bool, str, str]]:
     """Rows of (asked for, flag, what there is instead)."""
-    precision = config.precision
+    parallel, data = config.parallel, config.data
     return [
-        (
-            precision.fp8_recipe not in ("auto", "delayed"),
-            f"--fp8-recipe {precision.fp8_recipe}",
-            "allowed: auto, delayed",
-        ),
-        (
-            precision.fp8_format == "e4m3",
-            "--fp8-format e4m3",
-            "its gradients need the block recipes; allowed: hybrid, none",
-        ),
-        (
-            precision.fp8_attention != "none",
-            f"--fp8-attention {precision.fp8_attention}",
-            "the attention core runs in BF16 (TransformerEngine has an FP8 one for delayed scaling "
-            "on Hopper alone); allowed: none",
-        ),
-        (
-            precision.fp8_amax_window == "micro-batch",
-            "--fp8-amax-window micro-batch",
-            "allowed: step",
-        ),
         (
             config.logging.fp8_stats_interval is not None,
             "--fp8-stats-interval",
             "metrics.jsonl is written every iteration",
         ),
-    ]
-
-
-def _unbuilt_rest(config: RunConfig) -> list[tuple[bool, str, str]]:
-    """Rows of (asked for, flag, what there is instead)."""
-    parallel, data, checkpoint = config.parallel, config.data, config.checkpoint
-    return [
         (parallel.context_parallel_size > 1, "--context-parallel-size > 1", "allowed: 1"),
         (
             parallel.expert_model_parallel_size > 1,
             "--expert-model-parallel-size > 1",
             "there are no experts; allowed: 1",
         ),
-        (checkpoint.async_save, "--async-save", "training waits while a checkpoint is written"),
-        (
-            checkpoint.use_checkpoint_args,
-            "--use-checkpoint-args",
-            "give the model's flags; the run folder's config.yaml holds them",
-        ),
         (data.reset_position_ids, "--reset-position-ids", "positions run over the whole sample"),
         (
             data.reset_attention_mask,
             "--reset-attention-mask",
             "attention crosses documents; --eod-mask-loss is there",
-        ),
-        (
-            config.training.exit_signal_handler,
-            "--exit-signal-handler",
-            "use --exit-duration-in-mins or --exit-interval",
         ),
         (config.logging.profile, "--profile", "no profiler is attached"),
     ]
@@ -244,6 +207,7 @@ def _precision(config: RunConfig) -> Iterator[str]:
         refusal = transformer_engine_refusal(config)
         if refusal is not None:
             yield f"--transformer-impl transformer_engine: {refusal}"
+    yield from attention_refusals(config)
     if precision.bf16 and precision.fp16:
         yield "--bf16 contradicts --fp16; give one of the two"
     if precision.fp8 and precision.fp16:
@@ -251,9 +215,13 @@ def _precision(config: RunConfig) -> Iterator[str]:
     if precision.fp8 and not precision.bf16:
         yield f"--fp8-format {precision.fp8_format} needs --bf16"
     if precision.fp8 and not precision.fp8_reduce_amax:
-        tp = config.parallel.tensor_model_parallel_size
-        if tp > 1:
-            yield per_rank_scales_refused(tp, 1)
+        if config.parallel.sequence_parallel and precision.fp8_tp_comm != "none":
+            yield (
+                "--no-fp8-reduce-amax gives tensor-parallel ranks different scales, but codes that "
+                "--sequence-parallel gathers over them are decoded with one; found --fp8-tp-comm "
+                f"{precision.fp8_tp_comm}, allowed with both: none"
+            )
+    yield from _recipe(config)
     if precision.loss_scale is not None and not precision.fp16:
         yield f"--loss-scale {precision.loss_scale:g} needs --fp16; bf16 and fp32 have none"
     if precision.initial_loss_scale < precision.min_loss_scale:
@@ -269,6 +237,51 @@ def _precision(config: RunConfig) -> Iterator[str]:
                 f"num_layers_at_start_in_bf16 {start} + num_layers_at_end_in_bf16 {end} > "
                 f"num_layers {config.model.num_layers}"
             )
+
+
+def _recipe(config: RunConfig) -> Iterator[str]:
+    """Flags that the chosen recipe has no use for: refused, never ignored."""
+    precision = config.precision
+    name = precision.recipe_name
+    if name == "mxfp8" and precision.fp8_power_of_2_scales is False:
+        yield (
+            "--no-fp8-power-of-2-scales contradicts --fp8-recipe mxfp8, whose scales are stored as "
+            "exponents (E8M0)"
+        )
+    if name == "rowwise_with_gw_hp" and not precision.fp8_wgrad:
+        yield (
+            "--no-fp8-wgrad is what --fp8-recipe rowwise_with_gw_hp means; drop it, or give "
+            "--fp8-recipe rowwise"
+        )
+    pp = config.parallel.pipeline_model_parallel_size
+    if precision.fp8_amax_window == "micro-batch" and name == "delayed" and pp > 1:
+        yield (
+            "--fp8-amax-window micro-batch needs --pipeline-model-parallel-size 1, found "
+            f"{pp}: a schedule runs forwards of later micro-batches before the backward of an "
+            "earlier one, so scales can only move between steps; allowed: step"
+        )
+    if name == "delayed":
+        return
+    for field in DELAYED_ONLY:
+        value, default = getattr(precision, field), type(precision).model_fields[field].default
+        if value != default:
+            yield (
+                f"--{field.replace('_', '-')} {value} is for --fp8-recipe delayed; {name} finds "
+                "its scales in each tensor and keeps none"
+            )
+
+
+# Fields about the state of delayed scaling.
+DELAYED_ONLY = (
+    "fp8_margin",
+    "fp8_amax_history_len",
+    "fp8_amax_compute_algo",
+    "fp8_scale_cap",
+    "fp8_reduce_amax",
+    "fp8_amax_window",
+    "fp8_nonfinite_amax",
+    "fp8_weight_amax",
+)
 
 
 def _fp8_wires(config: RunConfig) -> Iterator[str]:
@@ -294,20 +307,17 @@ def _fp8_wires(config: RunConfig) -> Iterator[str]:
             "--fp8-param-gather contradicts --fp8-weight-amax cast: shards are cast before they "
             "are gathered, so their common scale has to be known by then; allowed: updated"
         )
+    if not precision.fp8_reduce_amax:
+        yield (
+            "--fp8-param-gather contradicts --no-fp8-reduce-amax: the shards of a weight are decoded "
+            "with one scale, and ranks would have different ones"
+        )
     if precision.recipe_name != "delayed":
         yield (
             f"--fp8-param-gather does not work with --fp8-recipe {precision.recipe_name}: the "
             "shards of a weight can be cast apart only with one scale that is known before; "
             "allowed: delayed"
         )
-
-
-def per_rank_scales_refused(tp: int, dp: int) -> str:
-    """Return the refusal of scales that differ between ranks."""
-    return (
-        f"--fp8-reduce-amax false needs tensor parallel * data parallel = 1, found {tp} * {dp}: "
-        "scale state that differs between ranks is not saved yet in this version"
-    )
 
 
 def _training(config: RunConfig) -> Iterator[str]:
@@ -398,7 +408,7 @@ def _data(config: RunConfig) -> Iterator[str]:
 def _records(config: RunConfig) -> Iterator[str]:
     checkpoint, logging = config.checkpoint, config.logging
     if checkpoint.load is None:
-        for name in ("finetune", "exit_on_missing_checkpoint"):
+        for name in ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"):
             if getattr(checkpoint, name):
                 yield f"--{name.replace('_', '-')} needs --load"
     if logging.wandb_exp_name is not None and logging.wandb_project is None:

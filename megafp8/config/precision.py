@@ -26,11 +26,15 @@ class PrecisionConfig(Section):
     fp8_format: Literal["none", "e4m3", "hybrid"] | None = Field(
         default=None,
         description="FP8 in the blocks' linears (needs --bf16): hybrid is E4M3 forward and E5M2 "
-        "gradients; none turns a preset's FP8 off",
+        "gradients, e4m3 is E4M3 in both; none turns a preset's FP8 off",
     )
     fp8_recipe: Literal[
         "auto", "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"
-    ] = Field(default="delayed", description="how scales are found; auto takes delayed")
+    ] = Field(
+        default="delayed",
+        description="how scales are found: delayed from earlier steps, the others from the tensor "
+        "itself, by tensor, row or block; auto takes delayed",
+    )
     fp8_margin: int = Field(default=0, ge=-32, le=32, description="divides scales by 2**margin")
     fp8_amax_history_len: PositiveInt = Field(
         default=1024,
@@ -41,6 +45,19 @@ class PrecisionConfig(Section):
         description="max, most_recent, quantile:Q, trimmed_max:K or ema:B (Megatron's default is "
         "most_recent; this is TE's)",
     )
+    fp8_scale_cap: PositiveFloat | None = Field(
+        default=None, description="no scale of --fp8-recipe delayed goes above it"
+    )
+    fp8_power_of_2_scales: bool | None = Field(
+        default=None,
+        description="scales are rounded down to powers of two (default: blockwise and mxfp8 alone)",
+    )
+    fp8_fake_quant: bool = Field(
+        default=False,
+        description="multiply decoded FP8 values in BF16 GEMMs, to tell errors of the format from "
+        "those of a kernel",
+    )
+    fp8_param_gather: bool = Field(default=False, description="gather FSDP weights in FP8")
     fp8_param_gather: bool = Field(
         default=False, description="FSDP gathers the weights of FP8 linears as FP8 codes"
     )
@@ -77,7 +94,9 @@ class PrecisionConfig(Section):
         "reduce-scatters too",
     )
     fp8_attention: Literal["none", "dpa", "mha"] = Field(
-        default="none", description="FP8 in the attention core (TransformerEngine's recipe fields)"
+        default="none",
+        description="dpa: FP8 in the attention core, on TransformerEngine with delayed scaling "
+        "(Hopper); mha (FP8 between projection and core too) is refused",
     )
     fp8_grad_reduce: bool = Field(
         default=False, description="reduce FSDP gradients of blocks in FP8, summed in fp32"
@@ -133,5 +152,12 @@ class PrecisionConfig(Section):
 
     @property
     def recipe_name(self) -> str:
-        """The recipe that runs; `auto` takes delayed, the only one of this version."""
+        """The recipe that runs; `auto` takes delayed, which all FP8 hardware and layouts can do."""
         return "delayed" if self.fp8_recipe == "auto" else self.fp8_recipe
+
+    @property
+    def power_of_2_scales(self) -> bool:
+        """Whether scales are powers of two: as asked, else as the recipe has it."""
+        if self.fp8_power_of_2_scales is not None:
+            return self.fp8_power_of_2_scales
+        return self.recipe_name in ("blockwise", "mxfp8")

@@ -10,6 +10,7 @@ from torch import nn
 
 from megafp8.config import ModelShape, ParameterSpec, RunConfig
 from megafp8.config.shape import EMBEDDING, OUTPUT
+from megafp8.config.user_buffers import user_buffer_options
 from megafp8.errors import ConfigurationError
 from megafp8.layers import LayerContext, ParameterFactory
 from megafp8.layers.choice import BackendChoice, choose_backend, make_backend
@@ -87,7 +88,9 @@ def build_model(
     registry = ScaleRegistry(recipe) if recipe is not None else None
     rope = _rope(config, mesh.world.device)
     choice = choose_backend(config)
-    backend = make_backend(choice, recipe, mesh)
+    fp8_linears = plan.count("fp8")
+    overlap = user_buffer_options(config, fp8_linears, len(plan.linears) - fp8_linears)
+    backend = make_backend(choice, config, recipe, mesh, overlap)
 
     reductions: list[Fp8ReduceScatter] = []
 
@@ -164,6 +167,7 @@ def _layer_context(
         fp8_param_gather=config.precision.fp8_param_gather,
         cache_weights=not layout.reshard_after_forward or layout.fsdp == 1,
         deferred=queue,
+        norm_impl=config.model.norm_impl,
     )
 
 
