@@ -214,9 +214,16 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
             "--fp8-param-gather contradicts --fp8-weight-amax cast",
         ),
         (
-            "--bf16 --fp8-format hybrid --fp8-grad-reduce --no-fp8-reduce-amax "
-            "--tensor-model-parallel-size 2",
-            "--fp8-reduce-amax false needs tensor parallel * data parallel = 1",
+            "--bf16 --fp8-format hybrid --fp8-param-gather --no-fp8-reduce-amax",
+            "--fp8-param-gather contradicts --no-fp8-reduce-amax: the shards of a weight",
+        ),
+        (
+            "--bf16 --fp8-format hybrid --fp8-param-gather --fp8-amax-window micro-batch",
+            "--fp8-param-gather contradicts --fp8-amax-window micro-batch",
+        ),
+        (
+            "--bf16 --fp8-format hybrid --fp8-param-gather --fp8-recipe tensorwise",
+            "--fp8-param-gather does not work with --fp8-recipe tensorwise",
         ),
     ],
 )
