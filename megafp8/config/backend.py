@@ -26,11 +26,6 @@ def transformer_engine_refusal(config: RunConfig) -> str | None:
         )
     if precision.fp8_fake_quant:
         return "--fp8-fake-quant: TransformerEngine multiplies in FP8; use native"
-    if precision.fp8_param_gather:
-        return (
-            "--fp8-param-gather: TransformerEngine's layers take weights in BF16 here and cast "
-            "them; leave it out or use native"
-        )
     if precision.fp8_tp_comm == "all" and parallel.sequence_parallel:
         return (
             "--fp8-tp-comm all: TransformerEngine reduces in BF16; allowed with "

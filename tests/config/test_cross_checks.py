@@ -194,10 +194,6 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
             "--attention-backend fused computes in 16 bits and needs --bf16 or --fp16",
         ),
         (
-            "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-param-gather",
-            "--fp8-param-gather: TransformerEngine's layers take weights in BF16",
-        ),
-        (
             "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-tp-comm all "
             "--tensor-model-parallel-size 2 --sequence-parallel",
             "--fp8-tp-comm all: TransformerEngine reduces in BF16",
@@ -249,7 +245,8 @@ def test_gathered_codes_need_one_scale() -> None:
         "--bf16 --fp8-format none --fp8-tp-comm all --fp8-param-gather --fp8-grad-reduce",
         "--bf16 --fp8-format hybrid --fp8-tp-comm all --fp8-param-gather --fp8-grad-reduce "
         "--fp8-grad-error-feedback",
-        "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-grad-reduce",
+        "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-grad-reduce "
+        "--fp8-param-gather",
         "--fp16 --loss-scale 128",
         "--optimizer sgd",
         "--eod-mask-loss --keep-last 2 --window-size 0,0",
