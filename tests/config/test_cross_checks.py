@@ -194,6 +194,11 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
             "--attention-backend fused computes in 16 bits and needs --bf16 or --fp16",
         ),
         (
+            "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-param-gather "
+            "--fp8-recipe tensorwise",
+            "--fp8-param-gather with --fp8-recipe tensorwise: TransformerEngine finds the scales",
+        ),
+        (
             "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-tp-comm all "
             "--tensor-model-parallel-size 2 --sequence-parallel",
             "--fp8-tp-comm all: TransformerEngine reduces in BF16",
@@ -218,8 +223,8 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
             "--fp8-param-gather contradicts --fp8-amax-window micro-batch",
         ),
         (
-            "--bf16 --fp8-format hybrid --fp8-param-gather --fp8-recipe tensorwise",
-            "--fp8-param-gather does not work with --fp8-recipe tensorwise",
+            "--bf16 --fp8-format hybrid --fp8-param-gather --fp8-recipe rowwise",
+            "--fp8-param-gather does not work with --fp8-recipe rowwise",
         ),
     ],
 )
@@ -243,6 +248,7 @@ def test_gathered_codes_need_one_scale() -> None:
         "--bf16 --fp8-format hybrid --fp8-recipe auto",
         "--bf16 --fp8-format none",
         "--bf16 --fp8-format none --fp8-tp-comm all --fp8-param-gather --fp8-grad-reduce",
+        "--bf16 --fp8-format hybrid --fp8-param-gather --fp8-recipe tensorwise",
         "--bf16 --fp8-format hybrid --fp8-tp-comm all --fp8-param-gather --fp8-grad-reduce "
         "--fp8-grad-error-feedback",
         "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-grad-reduce "

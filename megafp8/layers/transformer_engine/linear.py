@@ -52,7 +52,7 @@ class LinearParameters(RegistryQuantizers):
         if self._registry is not None and self._registry.recipe.name in PER_TENSOR:
             self._kept = KeptWeight(self._registry) if context.cache_weights else None
         self.weight_cast: WeightCast | None = None
-        if self._registry is not None and context.fp8_param_gather:
+        if context.fp8_param_gather and self._registry is not None:
             index = self._registry.index_of(options.name, "weight")
             self.weight_cast = WeightCast(self._registry, index)
 
