@@ -9,12 +9,14 @@ parallel ranks without --sequence-parallel, and small ones (amaxes, norms, losse
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 from megafp8.config.layout import Layout
 from megafp8.config.precision import WIRE_BLOCK
 from megafp8.config.run import RunConfig
 from megafp8.config.shape import ModelShape, ParameterSpec
 from megafp8.precision.plan import PrecisionPlan, build_plan
+from megafp8.precision.recipe import high_precision_wgrad
 
 FP32 = 4
 
@@ -84,6 +86,34 @@ def _data_parallel(
         total["fsdp_other_reduce_scatter"] += reductions * copies * FP32 * others
 
 
+@dataclass(frozen=True)
+class _Operand:
+    """Bytes that a rank hands to the gathers of a linear: x, x again for wgrad, dy."""
+
+    x: int
+    x_for_wgrad: int
+    dy: int
+
+
+def _fp8_operand(config: RunConfig, values: int, features: int) -> _Operand:
+    """Bytes of an FP8 linear's `values` values in rows of `features`."""
+    name, high = config.precision.recipe_name, values * _compute_bytes(config)
+    fp8_wgrad = high_precision_wgrad(config) is None
+    if config.precision.fp8_tp_comm == "none":  # x is saved whole once it is cast
+        return _Operand(high, 0 if fp8_wgrad else high, high)
+    scales = {
+        "rowwise": 4 * values // features,
+        "rowwise_with_gw_hp": 4 * values // features,
+        "blockwise": 4 * values // 128,
+        "mxfp8": values // 32,
+    }
+    product = values + scales.get(name, 0)
+    if not fp8_wgrad:
+        return _Operand(product, high, high)
+    # With scales along what a product sums over, dy has a cast for each of its two products.
+    return _Operand(product, product, 2 * product if name in scales else product)
+
+
 def _tensor_parallel(
     total: dict[str, int],
     config: RunConfig,
@@ -103,12 +133,11 @@ def _tensor_parallel(
     for linear in shape.linears(layout, training.micro_batch_size):
         fp8 = plan.precision(linear.name) == "fp8"
         again = int(linear.layer % layout.layers_per_stage < recomputed)
-        operand = own * (1 if fp8 and precision.fp8_tp_comm != "none" else item)
-        for_wgrad = operand if precision.fp8_wgrad else own * item
+        high = _Operand(own * item, own * item, own * item)
+        operand = _fp8_operand(config, own, shape.hidden_size) if fp8 else high
         reduced = payload_bytes(own) if fp8 and precision.fp8_tp_comm == "all" else own * item
         column = linear.mode == "column"
-        # column: x for fprop, and again for wgrad; row: dy, once for both.
-        gathered = operand * (1 + again) + for_wgrad if column else for_wgrad
+        gathered = operand.x * (1 + again) + operand.x_for_wgrad if column else operand.dy
         total["tp_linear_all_gather"] += copies * gathered
         total["tp_linear_reduce_scatter"] += copies * reduced * (1 if column else 1 + again)
     # The embedding scatters forward and gathers backward, the output layer the other way round.

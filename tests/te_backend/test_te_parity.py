@@ -53,6 +53,19 @@ def test_zero_bubble_schedule(ranks: Ranks, te_ranks: Ranks, precision: str) -> 
     assert found.comm_calls == wanted.comm_calls
 
 
+@pytest.mark.parametrize("how", ["true", "false"])
+def test_gathered_codes_are_multiplied_as_they_are(ranks: Ranks, te_ranks: Ranks, how: str) -> None:
+    """FSDP gathers FP8, whether weights are kept gathered or not; gradients are reduced in FP8."""
+    wires = ("--fp8-param-gather", "--fp8-grad-reduce", f"--reshard-after-forward={how}")
+    command = (*PARITY, *SMALL, *degrees(), *wires)
+    wanted = ranks.run(train, world_size=2, flags=command, iterations=4)[0].curve
+    found = te_ranks.run(te_curve, world_size=2, flags=command, iterations=4)[0]
+    loss, norm = deviations(found, wanted)
+    assert loss <= BOUNDS["fp8"][0] and norm <= BOUNDS["fp8"][1]
+    assert found.comm_bytes == wanted.comm_bytes and found.comm_calls == wanted.comm_calls
+    assert set(found.comm_bytes[-1]["fsdp_block_all_gather"]) == {"uint8"}
+
+
 def test_model_with_biases_and_layer_norm(ranks: Ranks, te_ranks: Ranks) -> None:
     """Biases: column-parallel ones ride on TE's GEMM, row-parallel ones follow the reduction."""
     gpt2 = (
