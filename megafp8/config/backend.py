@@ -28,8 +28,8 @@ def transformer_engine_refusal(config: RunConfig) -> str | None:
         return "--fp8-fake-quant: TransformerEngine multiplies in FP8; use native"
     if precision.fp8_param_gather and precision.recipe_name != "delayed":
         return (
-            f"--fp8-param-gather with --fp8-recipe {precision.recipe_name}: TransformerEngine finds "
-            "the scales of this recipe in each weight itself; allowed with it: delayed"
+            f"--fp8-param-gather with --fp8-recipe {precision.recipe_name}: TransformerEngine "
+            "finds the scales of this recipe in each weight itself; allowed with it: delayed"
         )
     if precision.fp8_tp_comm == "all" and parallel.sequence_parallel:
         return (
