@@ -62,7 +62,8 @@ def _data_parallel(
     precision, item = config.precision, _compute_bytes(config)
     freed = layout.reshard_after_forward
     gathers, reductions = (2 * count, count) if freed else (1, 1)
-    copies = layout.tp * layout.replicate * (layout.fsdp - 1)
+    # Each rank sends its shard, or as much of each other's gradient, to all the others.
+    copies = layout.tp * layout.replicate * layout.fsdp * (layout.fsdp - 1)
 
     def shard(spec: ParameterSpec) -> int:
         return spec.shard_numel(layout.tp, layout.fsdp)

@@ -7,6 +7,7 @@ size; the other two change nothing where nothing travels.
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -326,19 +327,18 @@ def faulty_step(bad: float) -> tuple[list[bool], bool, bool]:
     training = start_training((*FP8, *GATHER, *FEEDBACK, *more))
     training.one_step()
     before = training.digests()
-    original, once = linear._as_gradient, [dist.get_rank() == 0]
+    operands = training.model.stages[0].decoder.layers["1"].mlp.linear_fc2.operands  # type: ignore[union-attr]
+    original = operands.wgrad
 
-    def spoil(mine: Tensor, weight: DTensor) -> DTensor:
-        if once.pop() if once else False:
-            mine = mine.clone()
-            mine[-1, -1] = bad  # a row that another rank owns
-        return original(mine, weight)
+    def spoil(dy: Any, x: Any) -> Tensor:
+        dw = original(dy, x)
+        dw[-1, -1] = bad  # a row that the other rank owns
+        return dw
 
-    linear._as_gradient = spoil
-    try:
-        skipped = [training.one_step().skipped]
-    finally:
-        linear._as_gradient = original
+    if dist.get_rank() == 0:
+        operands.wgrad = spoil
+    skipped = [training.one_step().skipped]
+    operands.wgrad = original
     unchanged = training.digests() == before
     clean = all(reduction.residual is None for reduction in training.model.fp8_reductions)
     skipped.append(training.one_step().skipped)
