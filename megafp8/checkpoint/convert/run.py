@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megafp8.checkpoint.convert.hf import Written, open_hf, plain_items, preferred_type, write_hf
+from megafp8.checkpoint.convert.megatron import open_megatron, write_megatron
 from megafp8.checkpoint.convert.native import open_native, write_native
 from megafp8.checkpoint.convert.view import DTYPES, Checksums, ModelView, with_padding
 from megafp8.checkpoint.files import sync_directory
@@ -40,6 +41,7 @@ class ConvertOptions:
         seq_length: context of the configuration that is made; None chooses.
         max_shard_size: of a safetensors file, such as 5GB.
         ignore_config_fields: of `config.json`.
+        config: YAML that describes a Megatron model whose checkpoint holds no settings.
     """
 
     source: str
@@ -52,6 +54,7 @@ class ConvertOptions:
     seq_length: int | None = None
     max_shard_size: str = "5GB"
     ignore_config_fields: tuple[str, ...] = ()
+    config: Path | None = None
 
 
 def convert(options: ConvertOptions) -> list[str]:
@@ -95,6 +98,8 @@ def _check(options: ConvertOptions) -> None:
             f"--dtype {options.dtype}: megafp8 stores fp32 masters (every value of the source is "
             "kept); allowed with --to megafp8: keep, fp32"
         )
+    if options.config is not None and options.source != "megatron":
+        raise CheckpointError("--config describes a Megatron model; leave it out here")
     if options.seq_length is not None and options.source == "megafp8":
         raise CheckpointError("--seq-length: a megafp8 checkpoint has its own; leave it out")
     _bytes(options.max_shard_size)
@@ -118,6 +123,8 @@ def open_view(options: ConvertOptions) -> ModelView:
     if options.source == "hf":
         ignored = options.ignore_config_fields
         return open_hf(options.load, options.seq_length, multiple or 128, ignored)
+    if options.source == "megatron":
+        return open_megatron(options.load, options.config, options.seq_length, multiple or 128)
     view = open_native(options.load)
     return view if multiple is None else with_padding(view, multiple)
 
@@ -158,9 +165,14 @@ def _write(view: ModelView, target: Path, final: Path, options: ConvertOptions) 
         with _bar("writing", 4 * view.shape.num_parameters) as advance:
             write_native(view, target, final, advance, written)
         return written
+    exact = options.dtype == "keep"
+    if options.target == "megatron":
+        size = view.shape.num_parameters * dtype.itemsize
+        with _bar("writing", size) as advance:
+            write_megatron(view, target, dtype, exact, advance, written)
+        return written
     model_type = preferred_type(view)
     written.what = f"{model_type}, {str(dtype).removeprefix('torch.')}"
-    exact = options.dtype == "keep"
     items = plain_items(view, model_type, dtype, exact, written.checksums)
     with _bar("writing", sum(item.nbytes for item in items)) as advance:
         limit = _bytes(options.max_shard_size)
@@ -178,6 +190,8 @@ def _verify(view: ModelView, target: Path, written: Written, options: ConvertOpt
     if options.target == "hf":
         # The context is no part of a Hugging Face folder: any will do for reading it back.
         again = open_hf(target, 1, multiple, ())
+    elif options.target == "megatron":
+        again = open_megatron(target, None, None, multiple)
     else:
         again = open_native(target)
     names = [spec.name for spec in view.shape.parameters()]
