@@ -309,14 +309,19 @@ def _fp8_wires(config: RunConfig) -> Iterator[str]:
         )
     if not precision.fp8_reduce_amax:
         yield (
-            "--fp8-param-gather contradicts --no-fp8-reduce-amax: the shards of a weight are decoded "
-            "with one scale, and ranks would have different ones"
+            "--fp8-param-gather contradicts --no-fp8-reduce-amax: the shards of a weight are "
+            "decoded with one scale, and ranks would have different ones"
         )
-    if precision.recipe_name != "delayed":
+    if precision.fp8_amax_window == "micro-batch":
+        yield (
+            "--fp8-param-gather contradicts --fp8-amax-window micro-batch, which moves scales "
+            "while gathered codes wait to be decoded with them; allowed: step"
+        )
+    if precision.recipe_name not in ("delayed", "tensorwise"):
         yield (
             f"--fp8-param-gather does not work with --fp8-recipe {precision.recipe_name}: the "
-            "shards of a weight can be cast apart only with one scale that is known before; "
-            "allowed: delayed"
+            "shards of a weight are cast apart, and its rows, columns or blocks span them; "
+            "allowed: delayed, tensorwise"
         )
 
 

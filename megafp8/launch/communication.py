@@ -9,6 +9,7 @@ parallel ranks without --sequence-parallel, and small ones (amaxes, norms, losse
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 from megafp8.config.layout import Layout
 from megafp8.config.precision import WIRE_BLOCK
@@ -61,7 +62,8 @@ def _data_parallel(
     precision, item = config.precision, _compute_bytes(config)
     freed = layout.reshard_after_forward
     gathers, reductions = (2 * count, count) if freed else (1, 1)
-    copies = layout.tp * layout.replicate * (layout.fsdp - 1)
+    # Each rank sends its shard, or as much of each other's gradient, to all the others.
+    copies = layout.tp * layout.replicate * layout.fsdp * (layout.fsdp - 1)
 
     def shard(spec: ParameterSpec) -> int:
         return spec.shard_numel(layout.tp, layout.fsdp)
@@ -85,6 +87,34 @@ def _data_parallel(
         total["fsdp_other_reduce_scatter"] += reductions * copies * FP32 * others
 
 
+@dataclass(frozen=True)
+class _Operand:
+    """Bytes that a rank hands to the gathers of a linear: x, x again for wgrad, dy."""
+
+    x: int
+    x_for_wgrad: int
+    dy: int
+
+
+def _fp8_operand(config: RunConfig, values: int, features: int) -> _Operand:
+    """Bytes of an FP8 linear's `values` values in rows of `features`."""
+    name, high = config.precision.recipe_name, values * _compute_bytes(config)
+    fp8_wgrad = high_precision_wgrad(config) is None
+    if config.precision.fp8_tp_comm == "none":  # x is saved whole once it is cast
+        return _Operand(high, 0 if fp8_wgrad else high, high)
+    scales = {
+        "rowwise": 4 * values // features,
+        "rowwise_with_gw_hp": 4 * values // features,
+        "blockwise": 4 * values // 128,
+        "mxfp8": values // 32,
+    }
+    product = values + scales.get(name, 0)
+    if not fp8_wgrad:
+        return _Operand(product, high, high)
+    # With scales along what a product sums over, dy has a cast for each of its two products.
+    return _Operand(product, product, 2 * product if name in scales else product)
+
+
 def _tensor_parallel(
     total: dict[str, int],
     config: RunConfig,
@@ -98,42 +128,22 @@ def _tensor_parallel(
     precision, training, item = config.precision, config.training, _compute_bytes(config)
     own = shape.seq_length * training.micro_batch_size * shape.hidden_size // layout.tp
     copies = batches * layout.tp * (layout.tp - 1)
-    high_wgrad = high_precision_wgrad(config) is not None
-    scales = _scale_bytes(precision.recipe_name, own, own // shape.hidden_size)
     recomputed = 0
     if training.recompute_granularity == "full":
         recomputed = training.recompute_num_layers or layout.layers_per_stage
     for linear in shape.linears(layout, training.micro_batch_size):
         fp8 = plan.precision(linear.name) == "fp8"
         again = int(linear.layer % layout.layers_per_stage < recomputed)
-        codes = fp8 and precision.fp8_tp_comm != "none"
-        operand = own + scales if codes else own * item
-        for_wgrad = own * item if fp8 and high_wgrad else operand
-        if fp8 and not codes and not high_wgrad:
-            for_wgrad = 0  # x was cast whole, and saved so
+        high = _Operand(own * item, own * item, own * item)
+        operand = _fp8_operand(config, own, shape.hidden_size) if fp8 else high
         reduced = payload_bytes(own) if fp8 and precision.fp8_tp_comm == "all" else own * item
         column = linear.mode == "column"
-        # column: x for fprop, and again for wgrad; row: dy, once for both, or for each its codes.
-        if column:
-            gathered = operand * (1 + again) + for_wgrad
-        else:
-            both = codes and not high_wgrad and scales > 0
-            gathered = own * item if fp8 and high_wgrad else operand * (2 if both else 1)
+        gathered = operand.x * (1 + again) + operand.x_for_wgrad if column else operand.dy
         total["tp_linear_all_gather"] += copies * gathered
         total["tp_linear_reduce_scatter"] += copies * reduced * (1 if column else 1 + again)
     # The embedding scatters forward and gathers backward, the output layer the other way round.
     total["tp_other_all_gather"] += 2 * copies * own * item
     total["tp_other_reduce_scatter"] += 2 * copies * own * item
-
-
-def _scale_bytes(recipe: str, values: int, rows: int) -> int:
-    """Bytes of the scales that travel with the codes of an activation or gradient."""
-    return {
-        "rowwise": FP32 * rows,
-        "rowwise_with_gw_hp": FP32 * rows,
-        "blockwise": FP32 * values // 128,
-        "mxfp8": values // 32,
-    }.get(recipe, 0)
 
 
 def _pipeline(

@@ -200,6 +200,7 @@ def load_run(
     report = load_with_report(path, tensors | scales, _optional(with_optimizer))
     _copy_tied(step, with_optimizer)
     rule = take_scales(registry, scales, report.absent, path, step.mesh, reduced)
+    step.refresh_weight_scales()
     certificate = _certify(path, record, step, report, rule)
     if checkpoint.finetune:
         log.info("loaded the weights of %s; training starts at iteration 0 (--finetune)", path)

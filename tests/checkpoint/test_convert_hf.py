@@ -197,9 +197,7 @@ def test_checksum_is_the_same_in_every_format(
     assert "checksum" in lines[-1]
 
 
-def test_bf16_is_kept_and_can_be_asked_for(
-    converted: dict[str, Converted], tmp_path: Path
-) -> None:
+def test_bf16_is_kept_and_can_be_asked_for(converted: dict[str, Converted], tmp_path: Path) -> None:
     item = converted["llama"]
     run_convert("hf", "hf", item.hf, tmp_path / "bf16", dtype="bf16")
     half = weights_of(tmp_path / "bf16")

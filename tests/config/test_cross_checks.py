@@ -194,8 +194,9 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
             "--attention-backend fused computes in 16 bits and needs --bf16 or --fp16",
         ),
         (
-            "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-param-gather",
-            "--fp8-param-gather: TransformerEngine's layers take weights in BF16",
+            "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-param-gather "
+            "--fp8-recipe tensorwise",
+            "--fp8-param-gather with --fp8-recipe tensorwise: TransformerEngine finds the scales",
         ),
         (
             "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-tp-comm all "
@@ -214,9 +215,16 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
             "--fp8-param-gather contradicts --fp8-weight-amax cast",
         ),
         (
-            "--bf16 --fp8-format hybrid --fp8-grad-reduce --no-fp8-reduce-amax "
-            "--tensor-model-parallel-size 2",
-            "--fp8-reduce-amax false needs tensor parallel * data parallel = 1",
+            "--bf16 --fp8-format hybrid --fp8-param-gather --no-fp8-reduce-amax",
+            "--fp8-param-gather contradicts --no-fp8-reduce-amax: the shards of a weight",
+        ),
+        (
+            "--bf16 --fp8-format hybrid --fp8-param-gather --fp8-amax-window micro-batch",
+            "--fp8-param-gather contradicts --fp8-amax-window micro-batch",
+        ),
+        (
+            "--bf16 --fp8-format hybrid --fp8-param-gather --fp8-recipe rowwise",
+            "--fp8-param-gather does not work with --fp8-recipe rowwise",
         ),
     ],
 )
@@ -240,9 +248,11 @@ def test_gathered_codes_need_one_scale() -> None:
         "--bf16 --fp8-format hybrid --fp8-recipe auto",
         "--bf16 --fp8-format none",
         "--bf16 --fp8-format none --fp8-tp-comm all --fp8-param-gather --fp8-grad-reduce",
+        "--bf16 --fp8-format hybrid --fp8-param-gather --fp8-recipe tensorwise",
         "--bf16 --fp8-format hybrid --fp8-tp-comm all --fp8-param-gather --fp8-grad-reduce "
         "--fp8-grad-error-feedback",
-        "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-grad-reduce",
+        "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-grad-reduce "
+        "--fp8-param-gather",
         "--fp16 --loss-scale 128",
         "--optimizer sgd",
         "--eod-mask-loss --keep-last 2 --window-size 0,0",

@@ -7,6 +7,7 @@ size; the other two change nothing where nothing travels.
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megafp8.layers.native import linear
-from megafp8.numerics import quantize
+from megafp8.numerics import compute_amax, quantize
 from megafp8.parallel.fp8_weights import Fp8Weight
 from megafp8.train.state import state_tensors
 from tests.support.layouts import (
@@ -45,6 +46,7 @@ KEPT, FREED = ("--reshard-after-forward", "false"), ("--reshard-after-forward", 
 VIRTUAL = ("--num-layers-per-virtual-pipeline-stage", "1", "--num-layers", "4")
 ZBV = ("--pipeline-schedule", "zbv", "--num-layers", "4")
 HSDP = ("--fsdp-size", "2")
+TENSORWISE = ("--fp8-recipe", "tensorwise")
 UNEVEN = ("--hidden-size", "96", "--kv-channels", "16")  # 256 rows of qkv over 3 ranks
 THREE = (*UNEVEN, "--global-batch-size", "12")
 slow = pytest.mark.slow
@@ -144,6 +146,7 @@ def reference(ranks: Ranks) -> Reference:
             id="tp2fsdp2-kept-recompute",
             marks=slow,
         ),
+        pytest.param(4, TP2_FSDP2, (*ALL, *TENSORWISE), id="tensorwise"),
         pytest.param(4, degrees(1, 1, *HSDP), (*GATHER, *FEEDBACK), id="hsdp"),
         pytest.param(4, degrees(1, 2), ALL, id="pp2fsdp2"),
         pytest.param(4, degrees(1, 2, *FREED), ALL, id="pp2fsdp2-freed", marks=slow),
@@ -163,7 +166,7 @@ def test_follows_one_rank(
         if name in layout
         for token in (name, layout[layout.index(name) + 1])
     )
-    same += tuple(flag for flag in wires if flag in (*GATHER, "--no-fp8-wgrad"))
+    same += tuple(flag for flag in wires if flag in (*GATHER, "--no-fp8-wgrad", *TENSORWISE))
     wanted = reference(once(*FP8, *same))
     flags = once(*FP8, *layout, *wires)
     curves = ranks.run(train_curve, world_size=size, flags=flags, iterations=4)
@@ -218,6 +221,9 @@ def gathered_codes(flags: tuple[str, ...]) -> dict[str, bool]:
             wanted = quantize(master, registry.scale_of(index), registry.format_of(index))
             operand = gathered.quantized()
             assert torch.equal(operand.scale_inv, 1.0 / registry.scale_of(index))
+            if not registry.recipe.stateful:
+                amax = compute_amax(masters[f"{module.options.name}.weight"])
+                assert torch.equal(registry.scale_of(index), torch.tensor(448.0) / amax)
             same = torch.equal(operand.data.view(torch.uint8), wanted.view(torch.uint8))
             found[f"{block.prefix}.{name}"] = same and float(registry.scale_of(index)) != 1.0
         block.reshard()  # type: ignore[operator]
@@ -232,8 +238,10 @@ def gathered_codes(flags: tuple[str, ...]) -> dict[str, bool]:
         (3, degrees(1, 1, *THREE)),
         (4, TP2_FSDP2),
         (4, degrees(1, 1, *HSDP)),
+        (1, TENSORWISE),
+        (4, (*TP2_FSDP2, *TENSORWISE)),
     ],
-    ids=["one", "fsdp2", "fsdp3-uneven", "tp2fsdp2", "hsdp"],
+    ids=["one", "fsdp2", "fsdp3-uneven", "tp2fsdp2", "hsdp", "one-tensorwise", "tp2-tensorwise"],
 )
 def test_gathered_codes_are_those_of_the_whole_master(
     ranks: Ranks, size: int, layout: tuple[str, ...]
@@ -319,19 +327,18 @@ def faulty_step(bad: float) -> tuple[list[bool], bool, bool]:
     training = start_training((*FP8, *GATHER, *FEEDBACK, *more))
     training.one_step()
     before = training.digests()
-    original, once = linear._as_gradient, [dist.get_rank() == 0]
+    operands = training.model.stages[0].decoder.layers["1"].mlp.linear_fc2.operands  # type: ignore[union-attr]
+    original = operands.wgrad
 
-    def spoil(mine: Tensor, weight: DTensor) -> DTensor:
-        if once.pop() if once else False:
-            mine = mine.clone()
-            mine[-1, -1] = bad  # a row that another rank owns
-        return original(mine, weight)
+    def spoil(dy: Any, x: Any) -> Tensor:
+        dw = original(dy, x)
+        dw[-1, -1] = bad  # a row that the other rank owns
+        return dw
 
-    linear._as_gradient = spoil
-    try:
-        skipped = [training.one_step().skipped]
-    finally:
-        linear._as_gradient = original
+    if dist.get_rank() == 0:
+        operands.wgrad = spoil
+    skipped = [training.one_step().skipped]
+    operands.wgrad = original
     unchanged = training.digests() == before
     clean = all(reduction.residual is None for reduction in training.model.fp8_reductions)
     skipped.append(training.one_step().skipped)

@@ -32,6 +32,8 @@ from tests.support.ranks import Ranks
 GLOBAL_BATCH, MICRO_BATCH, SEQUENCE, HIDDEN, LAYERS = 8, 2, 64, 128, 4
 PRESET = (*PARITY, "--global-batch-size", str(GLOBAL_BATCH))
 ZBV = ("--pipeline-schedule", "zbv")
+# 128 tokens for each rank, which blocks of 128 along tokens need.
+BLOCK_BATCH = ("--seq-length", "128", "--max-position-embeddings", "128")
 HSDP_KEPT = ("--fsdp-size", "2", "--reshard-after-forward", "false")
 WIRES = ("--fp8-tp-comm", "all", "--fp8-param-gather", "--fp8-grad-reduce")
 FP16 = ("--bf16", "false", "--fp16", "--fp8-format", "none", "--initial-loss-scale", "16")
@@ -325,8 +327,26 @@ def counted_and_computed(flags: tuple[str, ...]) -> tuple[dict[str, int], dict[s
         (2, degrees(2, 1, SP, "--recompute-granularity", "full", "--recompute-num-layers", "3")),
         pytest.param(4, degrees(1, 1, *HSDP_KEPT), marks=pytest.mark.slow),
         pytest.param(4, degrees(2, 1, "--first-last-layers-bf16", *WIRES), marks=pytest.mark.slow),
+        (2, degrees(2, 1, SP, "--fp8-tp-comm", "none")),
+        *(
+            (2, degrees(2, 1, SP, "--fp8-tp-comm", "all", "--fp8-recipe", recipe, *BLOCK_BATCH))
+            for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8")
+        ),
     ],
-    ids=["wires", "kept", "pp2fsdp2", "zbv", "recompute", "hsdp", "no-sp"],
+    ids=[
+        "wires",
+        "kept",
+        "pp2fsdp2",
+        "zbv",
+        "recompute",
+        "hsdp",
+        "no-sp",
+        "bf16-gathers",
+        "tensorwise",
+        "rowwise",
+        "blockwise",
+        "mxfp8",
+    ],
 )
 def test_a_dry_run_knows_the_bytes(ranks: Ranks, size: int, flags: tuple[str, ...]) -> None:
     counted, computed = ranks.run(counted_and_computed, world_size=size, flags=flags)[0]

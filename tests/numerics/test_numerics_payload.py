@@ -39,8 +39,9 @@ def test_each_block_has_the_scale_of_its_own_amax(
     for first in range(0, length, BLOCK):
         block, decoded = values[:, first : first + BLOCK], found[:, first : first + BLOCK]
         amax = block.abs().amax(1, keepdim=True)
-        codes = (block * (fmt.max / amax)).clamp(-fmt.max, fmt.max).to(fmt.dtype)
-        wanted = codes.float() * (fmt.max / amax).reciprocal()
+        scale = torch.full_like(amax, fmt.max) / amax
+        codes = (block * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype)
+        wanted = codes.float() * scale.reciprocal()
         assert torch.equal(decoded, wanted), first
         # Nothing saturates: the largest value comes back as itself but for the division.
         assert torch.allclose(decoded.abs().amax(1, keepdim=True), amax, rtol=1e-6)

@@ -121,7 +121,7 @@ def _from_llama(fields: Fields, model_type: str) -> dict[str, Any]:
 
 
 def _from_rope(fields: Fields) -> dict[str, Any]:
-    """transformers 5 writes all under `rope_parameters`, earlier ones two fields."""
+    """Transformers 5 writes all under `rope_parameters`, earlier ones two fields."""
     new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     theta = fields.number("rope_theta", new.get("rope_theta", 10000.0))
     if new.get("rope_theta", theta) != theta:
