@@ -76,6 +76,11 @@ class PrecisionConfig(Section):
     fp8_grad_reduce: bool = Field(
         default=False, description="reduce FSDP gradients of blocks in FP8"
     )
+    fp8_kernels: Literal["auto", "triton", "eager"] = Field(
+        default="auto",
+        description="what quantizes in the native backend: fused Triton kernels or plain torch; "
+        "auto takes Triton where it can run",
+    )
     fp8_emulate: bool = Field(default=False, description="allow FP8 on a GPU without FP8 units")
     loss_scale: PositiveFloat | None = Field(
         default=None, description="fixed loss scale for --fp16"

@@ -4,15 +4,17 @@ A backend makes the modules whose arithmetic the precision plan governs. Both ba
 module names, parameter names (canonical), scale state and metrics.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megafp8.layers.parameters import ParameterFactory
 from megafp8.numerics import Recipe, ScaleRegistry
+from megafp8.numerics.kernels import EAGER, KernelChoice
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import DeferredWeightGradients
 
@@ -48,6 +50,8 @@ class LayerContext:
         fp8_gather: gathers over tp carry FP8 payloads.
         cache_weights: parameters stay gathered over a step, so FP8 casts of weights may be kept.
         deferred: queue of weight gradients of a zero-bubble schedule, else None.
+        kernels: what quantizes in the native backend.
+        fp32_wgrad: FP8 linears give weight gradients in fp32, else in the compute dtype.
     """
 
     mesh: Mesh
@@ -59,6 +63,8 @@ class LayerContext:
     fp8_gather: bool
     cache_weights: bool
     deferred: DeferredWeightGradients | None
+    kernels: KernelChoice = EAGER
+    fp32_wgrad: bool = False
 
 
 class Backend(Protocol):
@@ -72,6 +78,12 @@ class Backend(Protocol):
 
     def norm(self, context: LayerContext, name: str, kind: str, epsilon: float) -> nn.Module:
         """LayerNorm or RMSNorm over the last dim, replicated over tp."""
+        ...
+
+    def fused_mlp(
+        self, fc1: nn.Module, fc2: nn.Module, swiglu: bool
+    ) -> Callable[[Tensor, Any, Any], Tensor] | None:
+        """One function for fc1, activation and fc2 (without fc2's bias), or None."""
         ...
 
     def scope(self) -> AbstractContextManager[Any]:

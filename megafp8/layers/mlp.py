@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafp8.layers.backend import Backend, LayerContext, LinearOptions
+from megafp8.layers.parameters import local
 
 
 class _SwigluFunction(torch.autograd.Function):
@@ -51,9 +52,14 @@ class Mlp(nn.Module):
         fc1, fc2 = f"{prefix}.linear_fc1", f"{prefix}.linear_fc2"
         self.linear_fc1 = backend.linear(context, LinearOptions(fc1, "column", fp8[0], bias))
         self.linear_fc2 = backend.linear(context, LinearOptions(fc2, "row", fp8[1], bias))
+        self._fused = backend.fused_mlp(self.linear_fc1, self.linear_fc2, swiglu)
 
     def forward(self, x: Tensor) -> Tensor:
         """fc2(activation(fc1(x)))."""
+        if self._fused is not None:
+            y = self._fused(x, self.linear_fc1, self.linear_fc2)
+            bias = self.linear_fc2.bias
+            return y if bias is None else y + local(bias).flatten()
         x = self.linear_fc1(x)
         x = _SwigluFunction.apply(x) if self.swiglu else F.gelu(x, approximate=self.approximate)
         return self.linear_fc2(x)

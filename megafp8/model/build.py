@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,12 +12,12 @@ from megafp8.config import ModelShape, ParameterSpec, RunConfig
 from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.errors import ConfigurationError
 from megafp8.layers import LayerContext, ParameterFactory
-from megafp8.layers.choice import BackendChoice, choose_backend, make_backend
+from megafp8.layers.choice import BackendChoice, add_kernels, choose_backend, make_backend
 from megafp8.layers.parameters import local
 from megafp8.layers.rope import Rope, RopeScaling
 from megafp8.model.gpt import GPTStage
-from megafp8.numerics import Recipe, ScaleRegistry
-from megafp8.parallel.fsdp import shard_module
+from megafp8.numerics import Recipe, ScaleRegistry, fp8_hardware
+from megafp8.parallel.fsdp import shard_module, take_fp32_gradients
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import DeferredWeightGradients, PipelineRunner
 from megafp8.precision import PrecisionPlan
@@ -84,18 +84,24 @@ def build_model(
     dtype = DTYPES[config.precision.compute_dtype]
     registry = ScaleRegistry(recipe) if recipe is not None else None
     rope = _rope(config, mesh.world.device)
-    choice = choose_backend(config)
+    choice, kernels = add_kernels(choose_backend(config), config, mesh.world.device)
     backend = make_backend(choice, recipe, mesh)
+    # Where the GEMM can write fp32, weight gradients are not rounded before they are summed.
+    native_fp8 = recipe is not None and choice.chosen == "native"
+    fp32_wgrad = native_fp8 and fp8_hardware(mesh.world.device)[0]
 
     def shard(module: nn.Module, kind: str) -> None:
         # The fused [2, ffn, h] weight is split along h: its halves stay whole on every rank.
         dims = {p: 2 for p in module.parameters() if p.dim() == 3}
         shard_module(module, mesh, kind, dtype, dims)
+        if fp32_wgrad:
+            take_fp32_gradients(module)
 
     stages, queues = [], []
     for index in layout.stage_indices(mesh.pp_rank):
         queue = DeferredWeightGradients() if layout.schedule == "zbv" else None
         context = _layer_context(config, shape, mesh, registry, queue)
+        context = replace(context, kernels=kernels, fp32_wgrad=fp32_wgrad)
         stages.append(
             GPTStage(context, backend, config, plan, layout, index, shape.vocab_size, rope, shard)
         )

@@ -8,7 +8,8 @@ Letters: m tokens, k in features, n out features. Data are codes, each with its 
 
 dy is cast once and feeds both backward products. On CUDA with FP8 units `torch._scaled_mm` wants
 its first operand row-major and its second column-major: fprop needs no copy, dgrad one transposed
-copy of w, wgrad one of each operand. Elsewhere the codes are decoded to bf16 (exact) and multiplied
+copy of w, wgrad one of each operand; an operand that brings its own (`transposed`) is not copied
+again. Elsewhere the codes are decoded to bf16 (exact) and multiplied
 with fp32 accumulation.
 """
 
@@ -83,7 +84,7 @@ def dgrad(
     """Return dx [m, k] = dy [m, n] @ w [n, k], scaled."""
     check_gemm_dims(dy.data.shape[0], w.data.shape[1], w.data.shape[0], name="dgrad")
     if _native(dy.data.device):
-        return _scaled_mm(dy.data, w.data.t().contiguous().t(), dy, w, out_dtype, fast=False)
+        return _scaled_mm(dy.data, _columns(w).t(), dy, w, out_dtype, fast=False)
     if dy.decoded is None:  # wgrad follows, decodes the same codes and takes this away
         dy.decoded = decode(dy.data)
     return _decoded_mm(_decode(dy, out_dtype), _decode(w, out_dtype), dy, w)
@@ -95,8 +96,7 @@ def wgrad(
     """Return dw [n, k] = dy [m, n]^T @ x [m, k], scaled."""
     check_gemm_dims(dy.data.shape[0], x.data.shape[1], dy.data.shape[1], name="wgrad")
     if _native(dy.data.device):
-        dy_t = dy.data.t().contiguous()
-        return _scaled_mm(dy_t, x.data.t().contiguous().t(), dy, x, out_dtype, fast=False)
+        return _scaled_mm(_columns(dy), _columns(x).t(), dy, x, out_dtype, fast=False)
     dy_values, dy.decoded = _decode(dy, out_dtype), None
     return _decoded_mm(dy_values.t(), _decode(x, out_dtype), dy, x)
 
@@ -119,6 +119,13 @@ def _decode(operand: QuantizedTensor, out_dtype: torch.dtype) -> Tensor:
     # An fp32 result comes from fp32 operands: the bf16 product would round it to 8 bits.
     values = decode(operand.data) if operand.decoded is None else operand.decoded
     return values.float() if out_dtype == torch.float32 else values
+
+
+def _columns(operand: QuantizedTensor) -> Tensor:
+    """Return the codes [m, k] as a contiguous [k, m]: the copy that is there, else a new one."""
+    if operand.transposed is not None:
+        return operand.transposed
+    return operand.data.t().contiguous()
 
 
 def _scaled_mm(

@@ -31,12 +31,14 @@ class QuantizedTensor:
     `scale_inv` (fp32, 0-dim) may be a view into a scale registry: whoever keeps a QuantizedTensor
     beyond the registry's next update has to clone it. `decoded` is None, or the bf16 values of
     `data` for products on devices without FP8 units; `data` is not rewritten while it is kept.
+    `transposed` is None, or a contiguous copy [k, m] of `data` [m, k] for products that want one.
     """
 
     data: Tensor
     scale_inv: Tensor
     format: Fp8Format
     decoded: Tensor | None = field(default=None, repr=False, compare=False)
+    transposed: Tensor | None = field(default=None, repr=False, compare=False)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Return `data * scale_inv`, multiplied in fp32 and rounded once to `dtype`."""

@@ -190,6 +190,9 @@ def _announce(
         tokens,
     )
     log.info("backend: %s (%s)", model.backend.chosen, model.backend.reason)
+    kernels = model.backend.details.get("fp8_kernels")
+    if kernels is not None:
+        log.info("FP8 kernels: %s (%s)", kernels["chosen"], kernels["reason"])
     log.info(
         "precision: %s, %d of %d linears in FP8; device %s; run folder %s",
         config.precision.compute_dtype,

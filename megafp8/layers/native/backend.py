@@ -1,11 +1,13 @@
 """The native implementation of the layer backend."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megafp8.layers.backend import LayerContext, LinearOptions
+from megafp8.layers.native.fused_mlp import can_fuse, fused_mlp
 from megafp8.layers.native.linear import Fp8Linear, HighPrecisionLinear
 from megafp8.layers.native.norm import Norm
 
@@ -22,6 +24,12 @@ class NativeBackend:
     def norm(self, context: LayerContext, name: str, kind: str, epsilon: float) -> nn.Module:
         """See `Backend.norm`."""
         return Norm(context, name, kind, epsilon)
+
+    def fused_mlp(
+        self, fc1: nn.Module, fc2: nn.Module, swiglu: bool
+    ) -> Callable[[Tensor, Any, Any], Tensor] | None:
+        """See `Backend.fused_mlp`: where the fused kernels run and the linears are plain."""
+        return fused_mlp if can_fuse(fc1, fc2, swiglu) else None
 
     def scope(self) -> AbstractContextManager[Any]:
         """See `Backend.scope`; nothing here."""

@@ -55,7 +55,9 @@ class _LinearFunction(torch.autograd.Function):
         layer, operands = ctx.layer, ctx.layer.operands
         x_data, *weights = ctx.saved_tensors
         x_saved = operands.wrap("input", x_data, ctx.x_scale_inv)
-        w = operands.weight(weights[0].flatten(0, -2)) if weights else ctx.kept_weight
+        w = ctx.kept_weight
+        if weights:
+            w = operands.weight(weights[0].flatten(0, -2), backward=True)
         dy2 = grad.reshape(-1, grad.shape[-1])
         dy_saved, dy = operands.enter("grad_output", dy2, layer.gathers_grad)
         # x is gathered before dx is reduced: both use one communicator, and in this order the
@@ -75,7 +77,7 @@ class _LinearFunction(torch.autograd.Function):
                 x = operands.gather_again(x_saved, layer.gathers_input)
             left = dy if operands.fp8_wgrad else dy_saved
             dw = operands.wgrad(left, x)  # [n, m] @ [m, k] -> [n, k]
-            return _as_gradient(dw, ctx.weight)
+            return as_gradient(dw, ctx.weight)
 
         dw = layer.emit(ctx.weight, weight_gradient) if ctx.needs_input_grad[1] else None
         if work is not None:
@@ -85,7 +87,7 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, None
 
 
-def _as_gradient(mine: Tensor, weight: DTensor) -> DTensor:
+def as_gradient(mine: Tensor, weight: DTensor) -> DTensor:
     """This rank's gradient [n, k] as a DTensor placed like the weight (maybe [2, n/2, k])."""
     return DTensor.from_local(
         mine.view(weight.to_local().shape),
@@ -170,6 +172,8 @@ class HighPrecisionLinear(_TensorParallelLinear):
 class Fp8Linear(_TensorParallelLinear):
     """A linear whose three GEMMs run in FP8 with delayed scaling."""
 
+    operands: Fp8Operands
+
     def __init__(self, context: LayerContext, options: LinearOptions) -> None:
         super().__init__(context, options)
         assert context.registry is not None and context.recipe is not None
@@ -180,4 +184,6 @@ class Fp8Linear(_TensorParallelLinear):
             context.recipe,
             fp8_gather=context.fp8_gather,
             keeps_weight=context.cache_weights,
+            kernels=context.kernels,
+            wgrad_dtype=torch.float32 if context.fp32_wgrad else context.compute_dtype,
         )

@@ -1,22 +1,23 @@
 """The operands of a linear's GEMMs: in the compute dtype, or quantized to FP8."""
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megafp8.layers.native.casting import DelayedCasts, for_wgrad
 from megafp8.numerics import (
     QuantizedTensor,
     Recipe,
     Role,
     ScaleRegistry,
-    compute_amax,
     dgrad,
     fprop,
     keep_decoded,
-    quantize,
     wgrad,
 )
+from megafp8.numerics.kernels import EAGER, KernelChoice
 from megafp8.parallel.collectives import LINEAR_KINDS, CommGroup
 
 
@@ -34,8 +35,8 @@ class Operands(Protocol):
         """The saved operand as wgrad needs it."""
         ...
 
-    def weight(self, w: Tensor) -> Any:
-        """The weight operand [n, k]."""
+    def weight(self, w: Tensor, backward: bool = False) -> Any:
+        """The weight operand [n, k], for fprop, or for dgrad."""
         ...
 
     def data(self, operand: Any) -> Tensor:
@@ -83,7 +84,7 @@ class HighPrecisionOperands:
         """The saved operand as the GEMM needs it in backward."""
         return self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
 
-    def weight(self, w: Tensor) -> Tensor:
+    def weight(self, w: Tensor, backward: bool = False) -> Tensor:
         """The weight operand [n, k]."""
         return w
 
@@ -121,6 +122,8 @@ class Fp8Operands:
         recipe: formats and flags.
         fp8_gather: gathers carry FP8 bytes; else the compute dtype is gathered and then quantized.
         keeps_weight: the FP8 weight is cast once per step and kept, as parameters stay gathered.
+        kernels: what quantizes.
+        wgrad_dtype: of weight gradients; fp32 where they are summed in fp32.
     """
 
     def __init__(
@@ -131,6 +134,8 @@ class Fp8Operands:
         recipe: Recipe,
         fp8_gather: bool,
         keeps_weight: bool,
+        kernels: KernelChoice = EAGER,
+        wgrad_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.tp, self.registry, self.recipe = tp, registry, recipe
         self.fp8_gather, self.keeps_weight = fp8_gather, keeps_weight
@@ -138,17 +143,14 @@ class Fp8Operands:
         self.index = {
             role: registry.register(name, role) for role in ("input", "weight", "grad_output")
         }
+        self.cast = DelayedCasts(registry, recipe, self.index, kernels)
+        self.wgrad_dtype = wgrad_dtype
         self._cached: tuple[tuple[int, bool], QuantizedTensor] | None = None
 
     def __repr__(self) -> str:
         forward, gradient = self.recipe.forward_format.name, self.recipe.gradient_format.name
         wgrad = "" if self.fp8_wgrad else ", wgrad in high precision"
         return f"fp8 delayed: input {forward}, weight {forward}, grad_output {gradient}{wgrad}"
-
-    def _quantize(self, role: Role, x: Tensor) -> QuantizedTensor:
-        index, fmt = self.index[role], self.recipe.format(role)
-        data = quantize(x, self.registry.scale_of(index), fmt)
-        return QuantizedTensor(data, self.registry.scale_inv_of(index), fmt)
 
     def enter(
         self, role: Role, x: Tensor, gather: bool
@@ -159,31 +161,35 @@ class Fp8Operands:
             (what to save for wgrad, what fprop or dgrad reads). They differ under sequence
             parallelism, and with --no-fp8-wgrad, where wgrad takes high-precision operands.
         """
-        if self.registry.recording:
-            self.registry.record(self.index[role], compute_amax(x))
         if not self.fp8_wgrad and role == "grad_output":
             whole = self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
-            return whole, self._quantize(role, whole)
+            return whole, self.cast(role, whole, record=x)
         if gather and not self.fp8_gather:
-            full = self._quantize(role, self.tp.all_gather(x, LINEAR_KINDS[0]))
-            return (full if self.fp8_wgrad else x), full
-        local = self._quantize(role, x)
-        saved = local if self.fp8_wgrad else x
-        return saved, self._gather(local) if gather else local
+            whole = self.tp.all_gather(x, LINEAR_KINDS[0])
+            full = self.cast(role, whole, record=x, columns=self.fp8_wgrad)
+            return (for_wgrad(full) if self.fp8_wgrad else x), full
+        local = self.cast(role, x, record=x, columns=self.fp8_wgrad and not gather)
+        saved = for_wgrad(local) if self.fp8_wgrad else x
+        if not gather:
+            return saved, local
+        return saved, self._gather(local, columns=self.fp8_wgrad and role == "grad_output")
 
-    def _gather(self, local: QuantizedTensor) -> QuantizedTensor:
+    def _gather(self, local: QuantizedTensor, columns: bool) -> QuantizedTensor:
         # One scale on all tp ranks (the amax reduction spans them), so only codes travel.
         data = self.tp.all_gather(local.data, LINEAR_KINDS[0])
-        return QuantizedTensor(data, local.scale_inv, local.format)
+        full = QuantizedTensor(data, local.scale_inv, local.format)
+        return self.cast.with_columns(full) if columns else full
 
     def gather_again(self, x: QuantizedTensor | Tensor, gather: bool) -> QuantizedTensor | Tensor:
         """The saved operand as wgrad needs it: gathered again unless it was saved whole."""
         if isinstance(x, Tensor):
             return self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
-        return self._gather(x) if gather and self.fp8_gather else x
+        return self._gather(x, columns=True) if gather and self.fp8_gather else x
 
-    def weight(self, w: Tensor) -> QuantizedTensor:
+    def weight(self, w: Tensor, backward: bool = False) -> QuantizedTensor:
         """The weight [n, k] in FP8: cast once per step where parameters stay gathered.
+
+        A kept cast brings the transposed copy for dgrad along; else each pass makes what it needs.
 
         A kept cast belongs to one version of the registry, which changes with every scale update
         and every load, that is, whenever scale or weight can have changed. Evaluation keeps one of
@@ -192,11 +198,15 @@ class Fp8Operands:
         version = (self.registry.version, self.registry.recording)
         if self.keeps_weight and self._cached is not None and self._cached[0] == version:
             return self._cached[1]
-        if self.recipe.weight_amax == "cast" and self.registry.recording:
-            self.registry.record(self.index["weight"], compute_amax(w))
-        cast = self._quantize("weight", w)
+        cast = self.cast(
+            "weight",
+            w,
+            record=w if self.recipe.weight_amax == "cast" else None,
+            rows=self.keeps_weight or not backward,
+            columns=self.keeps_weight or backward,
+        )
         if self.keeps_weight:
-            cast = QuantizedTensor(cast.data, cast.scale_inv.clone(), cast.format)
+            cast = replace(cast, scale_inv=cast.scale_inv.clone())
             keep_decoded(cast)
             self._cached = (version, cast)
         return cast
@@ -228,4 +238,4 @@ class Fp8Operands:
         if isinstance(dy, Tensor) or isinstance(x, Tensor):
             assert isinstance(dy, Tensor) and isinstance(x, Tensor)
             return dy.t() @ x
-        return wgrad(dy, x)
+        return wgrad(dy, x, self.wgrad_dtype)

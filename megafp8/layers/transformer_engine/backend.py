@@ -1,10 +1,11 @@
 """The TransformerEngine implementation of the layer backend."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import transformer_engine.pytorch as te
-from torch import nn
+from torch import Tensor, nn
 
 from megafp8.layers.backend import LayerContext, LinearOptions
 from megafp8.layers.native.norm import Norm
@@ -41,6 +42,12 @@ class TransformerEngineBackend:
     def norm(self, context: LayerContext, name: str, kind: str, epsilon: float) -> nn.Module:
         """See `Backend.norm`."""
         return Norm(context, name, kind, epsilon)
+
+    def fused_mlp(
+        self, fc1: nn.Module, fc2: nn.Module, swiglu: bool
+    ) -> Callable[[Tensor, Any, Any], Tensor] | None:
+        """See `Backend.fused_mlp`; none here."""
+        return None
 
     def scope(self) -> AbstractContextManager[Any]:
         """The one enabled autocast around a stage's forward; BF16 layers nest a disabled one."""

@@ -3,6 +3,6 @@
 `cast` and `fused` import Triton: import them where a `KernelChoice` says "triton".
 """
 
-from megafp8.numerics.kernels.choice import KERNELS, KernelChoice, choose_kernels
+from megafp8.numerics.kernels.choice import EAGER, KERNELS, KernelChoice, choose_kernels
 
-__all__ = ["KERNELS", "KernelChoice", "choose_kernels"]
+__all__ = ["EAGER", "KERNELS", "KernelChoice", "choose_kernels"]

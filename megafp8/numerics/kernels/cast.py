@@ -120,6 +120,29 @@ def record_amax(x: Tensor, amax: Tensor) -> None:
     cast(x.reshape(-1, x.shape[-1]), amax, E4M3, amax=amax, codes=False)
 
 
+@triton.jit
+def _transpose_kernel(codes, out, m, k, BM: tl.constexpr, BK: tl.constexpr):
+    rows, cols, inside = tile_of(m, k, BM, BK)
+    q = tl.load(codes + rows[:, None] * k + cols[None, :], mask=inside, other=0)
+    tl.store(out + cols[None, :] * m + rows[:, None], q, mask=inside)
+
+
+def transpose_codes(codes: Tensor) -> Tensor:
+    """Return a transposed copy [k, m] of contiguous codes [m, k]."""
+    m, k = codes.shape
+    out = torch.empty(k, m, dtype=codes.dtype, device=codes.device)
+    if codes.numel():
+        _transpose_kernel[(tiles(m, k),)](
+            codes.contiguous().view(torch.uint8),
+            out.view(torch.uint8),
+            m,
+            k,
+            BM=BLOCK_M,
+            BK=BLOCK_K,
+        )
+    return out
+
+
 def tiles(m: int, k: int) -> int:
     """Return how many programs a [m, k] tensor takes."""
     return triton.cdiv(m, BLOCK_M) * triton.cdiv(k, BLOCK_K)
@@ -135,5 +158,5 @@ def new_codes(
 
 
 def bytes_of(codes: Tensor | None, instead: Tensor) -> Tensor:
-    """Return codes as the bytes that kernels store; a pointer that is not used if there are none."""
+    """Return codes as bytes; without codes, a pointer that stands in and is not used."""
     return instead if codes is None else codes.view(torch.uint8)
