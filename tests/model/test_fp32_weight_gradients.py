@@ -27,7 +27,9 @@ def test_fp32_gradients(
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     exact, rounded = kept[0][name], kept[1][name]
     assert exact.dtype == rounded.dtype == torch.float32
-    torch.testing.assert_close(exact, rounded, rtol=2.0**-6, atol=1e-6)
-    assert not torch.equal(exact, rounded)
+    assert (exact - rounded).norm() < 2.0**-8 * rounded.norm()
+    if micro_batch_size == 8:  # one micro-batch: the gradient itself, not a sum of some
+        assert torch.equal(rounded, rounded.bfloat16().float())
+    assert not torch.equal(exact, exact.bfloat16().float())
     for other in kept[0].keys() - {name}:
         assert kept[0][other].dtype == torch.float32
