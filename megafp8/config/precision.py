@@ -17,6 +17,11 @@ RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"
 class PrecisionConfig(Section):
     """Precision of compute and communication; no flag at all means fp32."""
 
+    precision: Literal["auto"] | None = Field(
+        default=None,
+        description="auto takes what the device does best: FP8 where it has FP8 units, else BF16, "
+        "on older GPUs FP16 (docs/fp8.md); instead of --bf16, --fp16 and --fp8-format",
+    )
     bf16: bool = Field(default=False, description="compute in bfloat16, masters in fp32")
     fp16: bool = Field(
         default=False, description="compute in float16 with a loss scale, masters in fp32"
@@ -28,7 +33,8 @@ class PrecisionConfig(Section):
     )
     fp8_recipe: Literal[
         "auto", "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"
-    ] = Field(default="delayed", description="how scales are found; auto takes delayed")
+    ] = Field(default="delayed", description="how scales are found; auto takes mxfp8 on Blackwell "
+        "(unless --fp8-format hybrid), else delayed")
     fp8_margin: int = Field(default=0, ge=-32, le=32, description="divides scales by 2**margin")
     fp8_amax_history_len: PositiveInt = Field(
         default=1024,
@@ -123,9 +129,10 @@ class PrecisionConfig(Section):
     @property
     def compute_dtype(self) -> Literal["fp32", "bf16", "fp16"]:
         """Type of activations and of gathered parameters."""
+        assert self.precision is None, "--precision auto is decided by config.hardware first"
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
     @property
     def recipe_name(self) -> str:
-        """The recipe that runs; `auto` takes delayed, the only one of this version."""
+        """The recipe that runs; `auto` is delayed where no device has decided otherwise."""
         return "delayed" if self.fp8_recipe == "auto" else self.fp8_recipe

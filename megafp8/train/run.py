@@ -2,11 +2,14 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megafp8.config import LaunchEnvironment, ModelShape, RunConfig
+from megafp8.config.hardware import PrecisionChoice
 from megafp8.data.loader import Datasets, build_datasets
 from megafp8.data.tokenizers import build_tokenizer, resolve_vocab_size
 from megafp8.errors import DataError, PrecisionError
@@ -37,12 +40,15 @@ from megafp8.train.trackers import build_trackers
 log = get_logger(__name__)
 
 
-def run(config: RunConfig, launch: LaunchEnvironment) -> None:
+def run(
+    config: RunConfig, launch: LaunchEnvironment, choice: PrecisionChoice | None = None
+) -> None:
     """Train as configured; every rank calls it.
 
     Args:
         config: resolved and checked (`launch.preflight`).
         launch: this process among all.
+        choice: what `auto` came to on this rank's device, if it was asked for.
 
     Raises:
         MegaFP8Error: what the user can mend, on all ranks; data are opened before the process group
@@ -69,13 +75,21 @@ def run(config: RunConfig, launch: LaunchEnvironment) -> None:
         config.parallel.distributed_timeout_minutes,
         config.training.deterministic_mode,
     )
+    if choice is not None:
+        check_same_choice(choice)
     mesh = build_mesh(config.layout(world.size), world)
     shape = ModelShape.from_config(config, vocab_size)
-    _train(config, shape, mesh, datasets)
+    _train(config, shape, mesh, datasets, choice)
     stop()
 
 
-def _train(config: RunConfig, shape: ModelShape, mesh: Mesh, datasets: Datasets) -> None:
+def _train(
+    config: RunConfig,
+    shape: ModelShape,
+    mesh: Mesh,
+    datasets: Datasets,
+    choice: PrecisionChoice | None,
+) -> None:
     _seed_default_generators(config.training.seed)
     plan = build_plan(config, shape, mesh.layout)
     recipe = recipe_from_config(config)
@@ -89,7 +103,7 @@ def _train(config: RunConfig, shape: ModelShape, mesh: Mesh, datasets: Datasets)
     state = load_state(source, step, config, scaler) if source is not None else TrainState()
     save_dir = open_save_dir(config, run_dir, fresh=state.iteration == 0)
     backend = model.backend.record()
-    manifest = write_records(config, plan, run_dir, mesh.world.device, backend)
+    manifest = write_records(config, plan, run_dir, mesh.world.device, backend, choice)
     rank0 = mesh.world.rank == 0
     batches = BatchSizeSchedule.from_config(config, mesh.layout.dp)
     total = total_iterations(config, batches)
@@ -138,6 +152,23 @@ def _seed_default_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def check_same_choice(choice: PrecisionChoice) -> None:
+    """Refuse `auto` that came to different things on different ranks; a collective call.
+
+    Raises:
+        PrecisionError: on all ranks, naming the first that differs from rank 0.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, choice)
+    for other, theirs in enumerate(found):
+        if theirs.taken != found[0].taken:
+            raise PrecisionError(
+                f"{' and '.join(choice.asked)} came to {found[0].taken} on rank 0 "
+                f"({found[0].hardware}) and to {theirs.taken} on rank {other} "
+                f"({theirs.hardware}); give the precision by name"
+            )
 
 
 def _check_fp8_device(config: RunConfig, mesh: Mesh) -> None:
