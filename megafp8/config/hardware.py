@@ -112,9 +112,7 @@ def asks_for_auto(config: RunConfig) -> tuple[str, ...]:
     return ("--fp8-recipe auto",) if precision.fp8 and precision.fp8_recipe == "auto" else ()
 
 
-def for_hardware(
-    config: RunConfig, hardware: Hardware
-) -> tuple[RunConfig, PrecisionChoice | None]:
+def for_hardware(config: RunConfig, hardware: Hardware) -> tuple[RunConfig, PrecisionChoice | None]:
     """Return the configuration with `auto` decided for a device, and the decision.
 
     A configuration without `auto` comes back as it is, with None.

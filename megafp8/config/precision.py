@@ -33,8 +33,11 @@ class PrecisionConfig(Section):
     )
     fp8_recipe: Literal[
         "auto", "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"
-    ] = Field(default="delayed", description="how scales are found; auto takes mxfp8 on Blackwell "
-        "(unless --fp8-format hybrid), else delayed")
+    ] = Field(
+        default="delayed",
+        description="how scales are found; auto takes mxfp8 on Blackwell "
+        "(unless --fp8-format hybrid), else delayed",
+    )
     fp8_margin: int = Field(default=0, ge=-32, le=32, description="divides scales by 2**margin")
     fp8_amax_history_len: PositiveInt = Field(
         default=1024,

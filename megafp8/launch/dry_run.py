@@ -155,10 +155,11 @@ def describe(config: RunConfig, world_size: int, choice: PrecisionChoice | None 
     resolved, shape, plan = preflight(config, world_size)
     layout = resolved.layout(world_size)
     content = yaml.safe_dump(resolved.to_dict(), sort_keys=False, width=100)
+    decided = f"{choice}\n" if choice is not None else ""
     parts = [
         "# resolved configuration\n" + content.rstrip(),
         "# layout\n" + _layout_text(resolved, layout),
-        "# precision\n" + (f"{choice}\n" if choice else "") + plan.render() + _recipe_text(resolved),
+        "# precision\n" + decided + plan.render() + _recipe_text(resolved),
         "# layers and parameters\n" + _parameter_text(shape, layout),
     ]
     return "\n\n".join(parts) + "\n"

@@ -20,7 +20,7 @@ LAUNCH = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def tile_of(m, k, BM: tl.constexpr, BK: tl.constexpr):
+def tile_of(m: tl.tensor, k: tl.tensor, BM: tl.constexpr, BK: tl.constexpr) -> tuple:
     """Return this program's row numbers, column numbers (int64) and what is inside [m, k]."""
     across = tl.cdiv(k, BK)
     program = tl.program_id(0)
@@ -31,9 +31,19 @@ def tile_of(m, k, BM: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def put_codes(
-    y, scale, codes, transposed, rows, cols, inside, m, k,
-    E5M2: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
+    y: tl.tensor,
+    scale: tl.tensor,
+    codes: tl.tensor,
+    transposed: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    inside: tl.tensor,
+    m: tl.tensor,
+    k: tl.tensor,
+    E5M2: tl.constexpr,
+    CODES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+) -> None:
     """Scale a tile of fp32 values, cast it and store it once or twice."""
     q = to_codes(y * scale, E5M2)
     if CODES:
@@ -43,7 +53,7 @@ def put_codes(
 
 
 @triton.jit
-def put_amax(y, amax):
+def put_amax(y: tl.tensor, amax: tl.tensor) -> None:
     """Take the maximum of |y| and what is there; bits of |y| as uint32 let NaN win."""
     tl.atomic_max(amax, tl.max(magnitude_bits(y)), sem="relaxed")
 

@@ -5,15 +5,17 @@ fp32 -> bf16, misreads bf16 subnormals and rounds fp32 -> float8 half away from 
 functions round before they cast, so that every cast is of a value that the target type holds.
 """
 
-# Kernel arguments are pointers, tensors of a program, or compile-time constants: no annotations
-# but `tl.constexpr` mean anything to Triton.
+from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+# Arguments are pointers, a program's tensors, or compile-time constants: to Triton no annotation
+# but `tl.constexpr` means anything.
+
 
 @triton.jit
-def to_fp32(x):
+def to_fp32(x: tl.tensor) -> tl.tensor:
     """Return bf16, fp16 or fp32 as fp32, exactly."""
     if x.dtype == tl.bfloat16:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
@@ -22,13 +24,13 @@ def to_fp32(x):
 
 
 @triton.jit
-def magnitude_bits(y):
+def magnitude_bits(y: tl.tensor) -> tl.tensor:
     """Return the bits of |y| as uint32. They order like the values, inf and then NaN at the top."""
     return y.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def round_like(y, DTYPE: tl.constexpr):
+def round_like(y: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """Round fp32 to what bf16, fp16 or fp32 can hold (nearest, ties to even), still as fp32."""
     if DTYPE == tl.bfloat16:
         bits = y.to(tl.uint32, bitcast=True)
@@ -40,7 +42,7 @@ def round_like(y, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def to_codes(y, E5M2: tl.constexpr):
+def to_codes(y: tl.tensor, E5M2: tl.constexpr) -> tl.tensor:
     """Round scaled fp32 values to FP8 codes (uint8): saturating, nearest, ties to even.
 
     NaN becomes 0x7F with its sign. Adding and subtracting 2**23 quanta rounds to multiples of a
