@@ -34,6 +34,11 @@ class _SwigluFunction(torch.autograd.Function):
         return dx
 
 
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up for x = [gate, up] along the last dim."""
+    return _SwigluFunction.apply(x)
+
+
 class Mlp(nn.Module):
     """[s(/tp), b, h] -> [s(/tp), b, h]."""
 
@@ -61,5 +66,5 @@ class Mlp(nn.Module):
             bias = self.linear_fc2.bias
             return y if bias is None else y + local(bias).flatten()
         x = self.linear_fc1(x)
-        x = _SwigluFunction.apply(x) if self.swiglu else F.gelu(x, approximate=self.approximate)
+        x = swiglu(x) if self.swiglu else F.gelu(x, approximate=self.approximate)
         return self.linear_fc2(x)

@@ -11,9 +11,9 @@ import torch
 
 from megafp8.errors import PrecisionError
 from megafp8.numerics.kernels import KERNELS, choose_kernels
-from tests.support.layouts import ROOT
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
