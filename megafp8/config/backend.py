@@ -18,6 +18,13 @@ def transformer_engine_refusal(config: RunConfig) -> str | None:
         )
     if not precision.fp8:
         return None
+    if precision.recipe_name != "delayed":
+        return (
+            f"--fp8-recipe {precision.recipe_name}: only delayed goes through TransformerEngine in "
+            "this version; use native"
+        )
+    if precision.fp8_fake_quant:
+        return "--fp8-fake-quant: TransformerEngine multiplies in FP8; use native"
     if not precision.fp8_wgrad:
         return (
             "--no-fp8-wgrad: TransformerEngine's delayed scaling has no weight gradient in high "

@@ -69,16 +69,6 @@ def _unbuilt_precision(config: RunConfig) -> list[tuple[bool, str, str]]:
     """Rows of (asked for, flag, what there is instead)."""
     precision = config.precision
     return [
-        (
-            precision.fp8_recipe not in ("auto", "delayed"),
-            f"--fp8-recipe {precision.fp8_recipe}",
-            "allowed: auto, delayed",
-        ),
-        (
-            precision.fp8_format == "e4m3",
-            "--fp8-format e4m3",
-            "its gradients need the block recipes; allowed: hybrid, none",
-        ),
         (precision.fp8_param_gather, "--fp8-param-gather", "weights are gathered in BF16"),
         (precision.fp8_grad_reduce, "--fp8-grad-reduce", "gradients are reduced in FP32"),
         (
@@ -88,11 +78,6 @@ def _unbuilt_precision(config: RunConfig) -> list[tuple[bool, str, str]]:
             "on Hopper alone); allowed: none",
         ),
         (precision.fp8_tp_comm == "all", "--fp8-tp-comm all", "allowed: none, all-gather"),
-        (
-            precision.fp8_amax_window == "micro-batch",
-            "--fp8-amax-window micro-batch",
-            "allowed: step",
-        ),
         (
             config.logging.fp8_stats_interval is not None,
             "--fp8-stats-interval",
@@ -259,6 +244,7 @@ def _precision(config: RunConfig) -> Iterator[str]:
         tp = config.parallel.tensor_model_parallel_size
         if tp > 1:
             yield per_rank_scales_refused(tp, 1)
+    yield from _recipe(config)
     if precision.loss_scale is not None and not precision.fp16:
         yield f"--loss-scale {precision.loss_scale:g} needs --fp16; bf16 and fp32 have none"
     if precision.initial_loss_scale < precision.min_loss_scale:
@@ -288,6 +274,51 @@ def _auto_contradictions(config: RunConfig) -> Iterator[str]:
     for flag, found in given.items():
         if found:
             yield f"--precision auto contradicts {flag}: it chooses itself; drop one of the two"
+
+
+def _recipe(config: RunConfig) -> Iterator[str]:
+    """Flags that the chosen recipe has no use for: refused, never ignored."""
+    precision = config.precision
+    name = precision.recipe_name
+    if name == "mxfp8" and precision.fp8_power_of_2_scales is False:
+        yield (
+            "--no-fp8-power-of-2-scales contradicts --fp8-recipe mxfp8, whose scales are stored as "
+            "exponents (E8M0)"
+        )
+    if name == "rowwise_with_gw_hp" and not precision.fp8_wgrad:
+        yield (
+            "--no-fp8-wgrad is what --fp8-recipe rowwise_with_gw_hp means; drop it, or give "
+            "--fp8-recipe rowwise"
+        )
+    pp = config.parallel.pipeline_model_parallel_size
+    if precision.fp8_amax_window == "micro-batch" and name == "delayed" and pp > 1:
+        yield (
+            "--fp8-amax-window micro-batch needs --pipeline-model-parallel-size 1, found "
+            f"{pp}: a schedule runs forwards of later micro-batches before the backward of an "
+            "earlier one, so scales can only move between steps; allowed: step"
+        )
+    if name == "delayed":
+        return
+    for field in DELAYED_ONLY:
+        value, default = getattr(precision, field), type(precision).model_fields[field].default
+        if value != default:
+            yield (
+                f"--{field.replace('_', '-')} {value} is for --fp8-recipe delayed; {name} finds "
+                "its scales in each tensor and keeps none"
+            )
+
+
+# Fields about the state of delayed scaling.
+DELAYED_ONLY = (
+    "fp8_margin",
+    "fp8_amax_history_len",
+    "fp8_amax_compute_algo",
+    "fp8_scale_cap",
+    "fp8_reduce_amax",
+    "fp8_amax_window",
+    "fp8_nonfinite_amax",
+    "fp8_weight_amax",
+)
 
 
 def per_rank_scales_refused(tp: int, dp: int) -> str:

@@ -29,14 +29,15 @@ class PrecisionConfig(Section):
     fp8_format: Literal["none", "e4m3", "hybrid"] | None = Field(
         default=None,
         description="FP8 in the blocks' linears (needs --bf16): hybrid is E4M3 forward and E5M2 "
-        "gradients; none turns a preset's FP8 off",
+        "gradients, e4m3 is E4M3 in both; none turns a preset's FP8 off",
     )
     fp8_recipe: Literal[
         "auto", "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"
     ] = Field(
         default="delayed",
-        description="how scales are found; auto takes mxfp8 on Blackwell "
-        "(unless --fp8-format hybrid), else delayed",
+        description="how scales are found: delayed from earlier steps, the others from the tensor "
+        "itself, by tensor, row or block; auto takes mxfp8 on Blackwell (unless --fp8-format "
+        "hybrid), else delayed",
     )
     fp8_margin: int = Field(default=0, ge=-32, le=32, description="divides scales by 2**margin")
     fp8_amax_history_len: PositiveInt = Field(
@@ -47,6 +48,18 @@ class PrecisionConfig(Section):
         default="max",
         description="max, most_recent, quantile:Q, trimmed_max:K or ema:B (Megatron's default is "
         "most_recent; this is TE's)",
+    )
+    fp8_scale_cap: PositiveFloat | None = Field(
+        default=None, description="no scale of --fp8-recipe delayed goes above it"
+    )
+    fp8_power_of_2_scales: bool | None = Field(
+        default=None,
+        description="scales are rounded down to powers of two (default: blockwise and mxfp8 alone)",
+    )
+    fp8_fake_quant: bool = Field(
+        default=False,
+        description="multiply decoded FP8 values in BF16 GEMMs, to tell errors of the format from "
+        "those of a kernel",
     )
     fp8_param_gather: bool = Field(default=False, description="gather FSDP weights in FP8")
     first_last_layers_bf16: bool = Field(
@@ -139,3 +152,10 @@ class PrecisionConfig(Section):
     def recipe_name(self) -> str:
         """The recipe that runs; `auto` is delayed where no device has decided otherwise."""
         return "delayed" if self.fp8_recipe == "auto" else self.fp8_recipe
+
+    @property
+    def power_of_2_scales(self) -> bool:
+        """Whether scales are powers of two: as asked, else as the recipe has it."""
+        if self.fp8_power_of_2_scales is not None:
+            return self.fp8_power_of_2_scales
+        return self.recipe_name in ("blockwise", "mxfp8")

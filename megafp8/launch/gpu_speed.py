@@ -29,7 +29,15 @@ from megafp8.launch.gpu_model import (
 from megafp8.layers import LinearOptions
 from megafp8.layers.mlp import swiglu
 from megafp8.layers.native import NativeBackend
-from megafp8.numerics import E4M3, QuantizedTensor, Recipe, ScaleRegistry, compute_amax, gemm
+from megafp8.numerics import (
+    E4M3,
+    QuantizedTensor,
+    Recipe,
+    ScaleRegistry,
+    compute_amax,
+    fp8_hardware,
+    fprop,
+)
 from megafp8.numerics import quantize as eager_quantize
 from megafp8.numerics.kernels import EAGER, KernelChoice
 from megafp8.parallel.mesh import Mesh, build_mesh
@@ -121,9 +129,9 @@ def measure_ceilings(clock: Clock, size: int) -> tuple[Ceilings, list[Measuremen
     bf16 = flops / taken
     rows.append(Measurement("product", "bf16", taken * 1e3, bf16 / 1e12))
     one, fp8 = torch.ones((), device=device), None
-    if gemm.fp8_hardware(device)[0]:
+    if fp8_hardware(device)[0]:
         x, w = (QuantizedTensor(eager_quantize(t, one, E4M3), one, E4M3) for t in (a, b))
-        taken, _ = clock(lambda: gemm.fprop(x, w))
+        taken, _ = clock(lambda: fprop(x, w))
         fp8 = flops / taken
         rows.append(Measurement("product", "fp8", taken * 1e3, fp8 / 1e12, speedup=fp8 / bf16))
     return Ceilings(copy, bf16, fp8), rows

@@ -15,6 +15,7 @@ from megafp8.config.policy import high_precision_reasons
 from megafp8.config.run import RunConfig
 from megafp8.config.shape import LinearSpec, ModelShape
 from megafp8.errors import PrecisionError
+from megafp8.precision.recipe import high_precision_wgrad
 
 Precision = Literal["fp8", "bf16", "fp32", "fp16"]
 
@@ -22,6 +23,7 @@ Precision = Literal["fp8", "bf16", "fp32", "fp16"]
 # what cuBLASLt's FP8 kernels align to. fprop, dgrad and wgrad between them put each of in
 # features, out features and tokens in both places.
 FP8_MULTIPLE = 16
+BLOCK_MULTIPLES = {"blockwise": 128, "mxfp8": 32}
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def build_plan(config: RunConfig, shape: ModelShape, layout: Layout) -> Precisio
                 f"--{compute}" if compute != "fp32" else "no precision flag",
             )
         else:
-            refused = kept.get(spec.name) or _misfit(spec)
+            refused = kept.get(spec.name) or _misfit(spec, config.precision.recipe_name)
             precision = compute if refused else "fp8"
             reason = refused or _fp8_reason(config)
         linears.append(
@@ -175,21 +177,28 @@ def build_plan(config: RunConfig, shape: ModelShape, layout: Layout) -> Precisio
     )
 
 
-def _misfit(spec: LinearSpec) -> str | None:
+def _misfit(spec: LinearSpec, recipe: str) -> str | None:
     """Say which dimensions an FP8 GEMM does not take; None if all fit."""
     sizes = {
         "in features per rank": spec.in_features,
         "out features per rank": spec.out_features,
         "tokens of the GEMM": spec.tokens,
     }
-    bad = [f"{name} {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
+    multiple, who = FP8_MULTIPLE, "FP8 GEMMs"
+    if recipe in BLOCK_MULTIPLES:
+        # Blocks along tokens are those of each rank's own: they may not reach over two ranks.
+        multiple, who = BLOCK_MULTIPLES[recipe], f"{recipe}'s blocks"
+        sizes["tokens of one rank"] = spec.local_tokens
+    bad = [f"{name} {size}" for name, size in sizes.items() if size % multiple]
     if not bad:
         return None
-    return f"{' and '.join(bad)} not a multiple of {FP8_MULTIPLE}, which FP8 GEMMs need"
+    return f"{' and '.join(bad)} not a multiple of {multiple}, which {who} need"
 
 
 def _fp8_reason(config: RunConfig) -> str:
-    return f"--fp8-format {config.precision.fp8_format}, recipe {config.precision.recipe_name}"
+    precision = config.precision
+    fake = ", multiplied in BF16 (--fp8-fake-quant)" if precision.fp8_fake_quant else ""
+    return f"--fp8-format {precision.fp8_format}, recipe {precision.recipe_name}{fake}"
 
 
 def _high_precision(config: RunConfig) -> tuple[HighPrecision, ...]:
@@ -210,9 +219,10 @@ def _high_precision(config: RunConfig) -> tuple[HighPrecision, ...]:
 def _weight_gradients(config: RunConfig) -> str:
     if not config.precision.fp8:
         return f"from {config.precision.compute_dtype} operands"
-    if config.precision.fp8_wgrad:
+    reason = high_precision_wgrad(config)
+    if reason is None:
         return "FP8 operands, accumulated in fp32"
-    return "bf16 operands (--no-fp8-wgrad), accumulated in fp32"
+    return f"bf16 operands ({reason}), accumulated in fp32"
 
 
 def _tp_communication(config: RunConfig, layout: Layout) -> str:
@@ -224,12 +234,16 @@ def _tp_communication(config: RunConfig, layout: Layout) -> str:
         return f"all-reduce in {compute} (no --sequence-parallel{idle})"
     if not config.precision.fp8 or asked == "none":
         return f"all-gather and reduce-scatter in {compute}"
-    if config.precision.fp8_wgrad:
-        return f"all-gather of FP8 linears in FP8 (1 byte a value), reduce-scatter in {compute}"
-    return (
-        f"all-gather of FP8 linears' inputs in FP8, and again in {compute} for weight gradients "
-        f"(--no-fp8-wgrad); of output gradients, and reduce-scatter, in {compute}"
-    )
+    reason = high_precision_wgrad(config)
+    if reason is not None:
+        return (
+            f"all-gather of FP8 linears' inputs in FP8, and again in {compute} for weight "
+            f"gradients ({reason}); of output gradients, and reduce-scatter, in {compute}"
+        )
+    scales = ""
+    if config.precision.recipe_name in BLOCK_MULTIPLES:
+        scales = " with its scales, output gradients once for each product"
+    return f"all-gather of FP8 linears in FP8 (1 byte a value){scales}, reduce-scatter in {compute}"
 
 
 def _module(linear: LinearPlan) -> str:

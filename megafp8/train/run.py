@@ -16,7 +16,7 @@ from megafp8.errors import DataError, PrecisionError
 from megafp8.layers.choice import choose_backend
 from megafp8.log import get_logger
 from megafp8.model import Model, build_model
-from megafp8.numerics import fp8_hardware
+from megafp8.numerics import Recipe, recipe_hardware
 from megafp8.parallel import Mesh, build_mesh, start, stop
 from megafp8.precision import PrecisionPlan, build_plan, recipe_from_config
 from megafp8.train.batch_size import BatchSizeSchedule, total_iterations
@@ -94,7 +94,7 @@ def _train(
     plan = build_plan(config, shape, mesh.layout)
     recipe = recipe_from_config(config)
     if recipe is not None:
-        _check_fp8_device(config, mesh)
+        _check_fp8_device(config, recipe, mesh)
     source = checkpoint_to_load(config)
     run_dir = open_run_dir(config)
     model = build_model(config, shape, plan, recipe, mesh)
@@ -171,14 +171,16 @@ def check_same_choice(choice: PrecisionChoice) -> None:
             )
 
 
-def _check_fp8_device(config: RunConfig, mesh: Mesh) -> None:
-    """A GPU without FP8 units emulates only if asked by name; a CPU always emulates."""
-    device = mesh.world.device
-    native, reason = fp8_hardware(device)
-    if device.type == "cuda" and not native and not config.precision.fp8_emulate:
+def _check_fp8_device(config: RunConfig, recipe: Recipe, mesh: Mesh) -> None:
+    """A GPU without units for the recipe emulates only if asked by name; a CPU always emulates."""
+    device, precision = mesh.world.device, config.precision
+    if precision.fp8_emulate or recipe.fake_quant:
+        return
+    native, reason = recipe_hardware(recipe, device)
+    if device.type == "cuda" and not native:
         raise PrecisionError(
-            f"--fp8-format {config.precision.fp8_format}: {reason}; give --fp8-emulate to compute "
-            "with FP8 values in BF16 GEMMs, or leave --fp8-format out"
+            f"--fp8-format {precision.fp8_format} --fp8-recipe {recipe.name}: {reason}; give "
+            "--fp8-emulate to compute with FP8 values in BF16 GEMMs, or leave --fp8-format out"
         )
 
 

@@ -33,6 +33,7 @@ def config(*flags: str) -> RunConfig:
         (gpu(8, 6), "bf16", None),
         (gpu(8, 9), "bf16", ("hybrid", "delayed")),
         (gpu(9, 0), "bf16", ("hybrid", "delayed")),
+        (gpu(10, 0), "bf16", ("e4m3", "mxfp8")),
         (gpu(12, 0), "bf16", ("hybrid", "delayed")),
         (Hardware("rocm", "MI300"), "bf16", None),
     ],

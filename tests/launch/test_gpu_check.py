@@ -26,11 +26,11 @@ from importlib.machinery import PathFinder
 found = PathFinder.find_spec
 
 
-def find_spec(name, path=None, target=None):
+def find_spec(cls, name, path=None, target=None):
     return None if name.split(".")[0] in {MISSING!r} else found(name, path, target)
 
 
-PathFinder.find_spec = find_spec
+PathFinder.find_spec = classmethod(find_spec)
 """
 on_cpu = pytest.mark.skipif(
     torch.cuda.is_available(),

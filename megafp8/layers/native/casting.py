@@ -1,9 +1,22 @@
 """How a linear's tensors become FP8: one fused kernel, or plain torch operations; equal values."""
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megafp8.numerics import QuantizedTensor, Recipe, Role, ScaleRegistry, compute_amax, quantize
+from megafp8.numerics import (
+    Fp8Format,
+    QuantizedTensor,
+    Recipe,
+    Role,
+    ScaleRegistry,
+    compute_amax,
+    quantize,
+    quantize_tensor,
+)
 from megafp8.numerics.kernels import KernelChoice
+from megafp8.numerics.scales import current_scale
+from megafp8.parallel.collectives import CommGroup
 
 
 class DelayedCasts:
@@ -17,6 +30,7 @@ class DelayedCasts:
         recipe: formats.
         index: of the layer's tensors in the registry, by role.
         kernels: which implementation.
+        tp: the ranks that may hold parts of one tensor.
     """
 
     def __init__(
@@ -25,9 +39,10 @@ class DelayedCasts:
         recipe: Recipe,
         index: dict[Role, int],
         kernels: KernelChoice,
+        tp: CommGroup,
     ) -> None:
         self.registry, self.recipe, self.index = registry, recipe, index
-        self.kernels = kernels
+        self.kernels, self.tp = kernels, tp
 
     def __call__(
         self,
@@ -36,6 +51,7 @@ class DelayedCasts:
         record: Tensor | None = None,
         rows: bool = True,
         columns: bool = False,
+        shared: bool = False,
     ) -> QuantizedTensor:
         """Cast x [m, k].
 
@@ -46,6 +62,8 @@ class DelayedCasts:
             rows: codes as x lies are wanted (fprop's x and w, dgrad's dy).
             columns: a transposed copy is wanted (dgrad's w, wgrad's dy and x). Without fused
                 kernels there is none, and products that want one make it.
+            shared: tp ranks hold parts of one tensor and need one scale. Delayed scales are shared
+                in any case: the reduction of the amaxes spans the tp ranks.
         """
         index, fmt = self.index[role], self.recipe.format(role)
         scale, scale_inv = self.registry.scale_of(index), self.registry.scale_inv_of(index)
@@ -64,11 +82,7 @@ class DelayedCasts:
             record_amax(record, pending)
             pending = None
         codes, transposed = cast(x, scale, fmt, amax=pending, codes=rows, transposed=columns)
-        data = codes if codes is not None else transposed
-        assert data is not None, "neither rows nor columns are wanted"
-        return QuantizedTensor(
-            data if codes is not None else data.t(), scale_inv, fmt, transposed=transposed
-        )
+        return _operand(codes, transposed, scale_inv, fmt)
 
     def swiglu(self, h: Tensor) -> QuantizedTensor:
         """Cast silu(gate) * up of h = [gate, up] [m, 2f] as an input, in one kernel, with columns.
@@ -80,8 +94,7 @@ class DelayedCasts:
         index, fmt = self.index["input"], self.recipe.format("input")
         scale, pending = self.registry.scale_of(index), self._pending(index)
         codes, transposed = swiglu_cast(h, scale, fmt, amax=pending, transposed=True)
-        assert codes is not None
-        return QuantizedTensor(codes, self.registry.scale_inv_of(index), fmt, transposed=transposed)
+        return _operand(codes, transposed, self.registry.scale_inv_of(index), fmt)
 
     def swiglu_backward(self, grad: Tensor, h: Tensor) -> QuantizedTensor:
         """Cast the gradient of SwiGLU's input [m, 2f] as a grad_output, with columns."""
@@ -90,8 +103,7 @@ class DelayedCasts:
         index, fmt = self.index["grad_output"], self.recipe.format("grad_output")
         scale, pending = self.registry.scale_of(index), self._pending(index)
         codes, transposed = swiglu_backward_cast(grad, h, scale, fmt, amax=pending, transposed=True)
-        assert codes is not None
-        return QuantizedTensor(codes, self.registry.scale_inv_of(index), fmt, transposed=transposed)
+        return _operand(codes, transposed, self.registry.scale_inv_of(index), fmt)
 
     def _pending(self, index: int) -> Tensor | None:
         return self.registry.pending_of(index) if self.registry.recording else None
@@ -108,6 +120,54 @@ class DelayedCasts:
             operand.format,
             transposed=transpose_codes(operand.data),
         )
+
+
+class TensorwiseCasts(DelayedCasts):
+    """Casts with one scale a tensor, of the tensor itself; otherwise as `DelayedCasts`.
+
+    The parts of a tensor that is gathered over tp get one scale, by a MAX all-reduce of a scalar,
+    so that their codes are those of the whole. Two reads: the amax has to be known first.
+    """
+
+    def __call__(
+        self,
+        role: Role,
+        x: Tensor,
+        record: Tensor | None = None,
+        rows: bool = True,
+        columns: bool = False,
+        shared: bool = False,
+    ) -> QuantizedTensor:
+        """Cast x [m, k]; `record` says whether, its own amax is what is recorded."""
+        if self.kernels.fused:
+            from megafp8.numerics.kernels.cast import cast, record_amax
+
+            amax = torch.zeros((), dtype=torch.float32, device=x.device)
+            record_amax(x, amax)
+        else:
+            amax = compute_amax(x)
+        if record is not None and self.registry.recording:
+            self.registry.record(self.index[role], amax)
+        if shared:
+            # A MAX reduction may lose NaN; inf gives the same scale.
+            amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf)
+            self.tp.all_reduce(amax, "amax_all_reduce", dist.ReduceOp.MAX)
+        fmt = self.recipe.format(role)
+        if not self.kernels.fused:
+            return quantize_tensor(x, fmt, amax, self.recipe.power_of_2_scales)
+        scale = current_scale(amax, fmt, power_of_2=self.recipe.power_of_2_scales)
+        codes, transposed = cast(x, scale, fmt, codes=rows, transposed=columns)
+        return _operand(codes, transposed, scale.reciprocal(), fmt)
+
+
+def _operand(
+    codes: Tensor | None, transposed: Tensor | None, scale_inv: Tensor, fmt: Fp8Format
+) -> QuantizedTensor:
+    """An operand of what a kernel has made; without codes a view of the transposed ones."""
+    if codes is None:
+        assert transposed is not None, "neither rows nor columns are wanted"
+        codes = transposed.t()
+    return QuantizedTensor(codes, scale_inv, fmt, transposed=transposed)
 
 
 def for_wgrad(operand: QuantizedTensor) -> QuantizedTensor:

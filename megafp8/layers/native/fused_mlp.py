@@ -31,6 +31,7 @@ def can_fuse(fc1: Any, fc2: Any, swiglu: bool) -> bool:
         return False
     return fc1.bias is None and all(
         isinstance(linear.operands, Fp8Operands)
+        and linear.operands.recipe.stateful
         and linear.operands.cast.kernels.fused
         and linear.operands.fp8_wgrad
         and not linear.sequence_parallel
@@ -49,20 +50,22 @@ class _FusedMlpFunction(Function):
         ctx: Any, x: Tensor, w1: DTensor, w2: DTensor, fc1: Fp8Linear, fc2: Fp8Linear
     ) -> Tensor:
         ops1, ops2 = fc1.operands, fc2.operands
+        assert isinstance(ops1, Fp8Operands) and isinstance(ops2, Fp8Operands)
         x_saved, x8 = ops1.enter("input", x.reshape(-1, x.shape[-1]), False)
-        weight1 = ops1.weight(w1.to_local().flatten(0, -2))
+        weight1 = ops1.weight(w1.to_local().flatten(0, -2), "fprop")
         h = ops1.fprop(x8, weight1)  # [m, 2f]
         a8 = ops2.cast.swiglu(h)
-        weight2 = ops2.weight(w2.to_local().flatten(0, -2))
+        weight2 = ops2.weight(w2.to_local().flatten(0, -2), "fprop")
         y = fc2.reduce(ops2.fprop(a8, weight2), LINEAR_KINDS[1])[0]
-        a_saved = for_wgrad(a8)
         # As in a single linear: a kept cast, else the parameter, whose storage FSDP refills.
         keeps = ops1.keeps_weight and ops2.keeps_weight
         ctx.kept = (weight1, weight2) if keeps else None
-        saved = [ops1.data(x_saved), h, ops2.data(a_saved)]
-        ctx.save_for_backward(*saved, *([] if keeps else [w1.to_local(), w2.to_local()]))
+        (x_data,), x_rest = ops1.pack(x_saved)
+        (a_data,), a_rest = ops2.pack(for_wgrad(a8))
+        weights = [] if keeps else [w1.to_local(), w2.to_local()]
+        ctx.save_for_backward(x_data, h, a_data, *weights)
         ctx.layers, ctx.weights = (fc1, fc2), (w1, w2)
-        ctx.scales = (ops1.scale_inv(x_saved), a_saved.scale_inv)
+        ctx.rests = (x_rest, a_rest)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
@@ -72,11 +75,11 @@ class _FusedMlpFunction(Function):
         fc1, fc2 = ctx.layers
         x_data, h, a_data, *weights = ctx.saved_tensors
         weight1, weight2 = ctx.kept or [
-            layer.operands.weight(w.flatten(0, -2), backward=True)
+            layer.operands.weight(w.flatten(0, -2), "dgrad")
             for layer, w in zip(ctx.layers, weights, strict=True)
         ]
-        x8 = fc1.operands.wrap("input", x_data, ctx.scales[0])
-        a8 = fc2.operands.wrap("input", a_data, ctx.scales[1])
+        x8 = fc1.operands.unpack("input", [x_data], ctx.rests[0])
+        a8 = fc2.operands.unpack("input", [a_data], ctx.rests[1])
         _, dy8 = fc2.operands.enter("grad_output", grad.reshape(-1, grad.shape[-1]), False)
         da = fc2.operands.dgrad(dy8, weight2)  # [m, f]
         dw2 = fc2.emit(ctx.weights[1], _wgrad(fc2, ctx.weights[1], dy8, a8))

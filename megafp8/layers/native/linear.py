@@ -12,8 +12,8 @@ Communication with sequence parallelism (s split over tp outside the tensor-para
     row-parallel      forward: reduce-scatter y  backward: gather dy
 
 and without it: column-parallel all-reduces dx in backward, row-parallel all-reduces y in forward.
-FP8 operands are gathered as their one-byte payload: delayed scaling gives all ranks one scale.
-dy is quantized once (E5M2) and feeds dgrad and wgrad.
+FP8 operands are gathered as their one-byte payload. With one scale a tensor all ranks have the
+same, and dy is quantized once for dgrad and wgrad; with scales for rows or blocks these travel too.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megafp8.layers.backend import LayerContext, LinearOptions
-from megafp8.layers.native.operands import Fp8Operands, HighPrecisionOperands, Operands
+from megafp8.layers.native.granular import GranularOperands
+from megafp8.layers.native.operands import (
+    Fp8Operands,
+    HighPrecisionOperands,
+    Operands,
+    TensorwiseOperands,
+)
 from megafp8.layers.parameters import local
 from megafp8.parallel.collectives import LINEAR_KINDS
 
@@ -38,28 +44,28 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: DTensor, layer: "_TensorParallelLinear") -> Tensor:
         operands, gathers = layer.operands, layer.gathers_input
         x_saved, x_full = operands.enter("input", x.reshape(-1, x.shape[-1]), gathers)
-        w = operands.weight(weight.to_local().flatten(0, -2))
+        w = operands.weight(weight.to_local().flatten(0, -2), "fprop")
         y = operands.fprop(x_full, w)  # [m, k] @ [k, n] -> [m, n]
         if layer.options.mode == "row":
             y = layer.reduce(y, LINEAR_KINDS[1])[0]
         # FSDP frees and refills the storage of a gathered weight between forward and backward, so
         # the weight itself is saved, unless its FP8 cast is kept for the whole step anyway.
         ctx.kept_weight = w if operands.keeps_weight else None
-        saved = [operands.data(x_saved)] + ([] if operands.keeps_weight else [weight.to_local()])
-        ctx.save_for_backward(*saved)
-        ctx.layer, ctx.weight, ctx.x_scale_inv = layer, weight, operands.scale_inv(x_saved)
+        saved, ctx.x_rest = operands.pack(x_saved)
+        ctx.save_for_backward(*([] if operands.keeps_weight else [weight.to_local()]), *saved)
+        ctx.layer, ctx.weight = layer, weight
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         layer, operands = ctx.layer, ctx.layer.operands
-        x_data, *weights = ctx.saved_tensors
-        x_saved = operands.wrap("input", x_data, ctx.x_scale_inv)
+        saved = list(ctx.saved_tensors)
         w = ctx.kept_weight
-        if weights:
-            w = operands.weight(weights[0].flatten(0, -2), backward=True)
+        if w is None:
+            w = operands.weight(saved.pop(0).flatten(0, -2), "dgrad")
+        x_saved = operands.unpack("input", saved, ctx.x_rest)
         dy2 = grad.reshape(-1, grad.shape[-1])
-        dy_saved, dy = operands.enter("grad_output", dy2, layer.gathers_grad)
+        dy_wgrad, dy = operands.enter("grad_output", dy2, layer.gathers_grad)
         # x is gathered before dx is reduced: both use one communicator, and in this order the
         # reduce-scatter runs under wgrad.
         x_early = None
@@ -75,8 +81,7 @@ class _LinearFunction(torch.autograd.Function):
             x = x_early
             if x is None:
                 x = operands.gather_again(x_saved, layer.gathers_input)
-            left = dy if operands.fp8_wgrad else dy_saved
-            dw = operands.wgrad(left, x)  # [n, m] @ [m, k] -> [n, k]
+            dw = operands.wgrad(dy_wgrad, x)  # [n, m] @ [m, k] -> [n, k]
             return as_gradient(dw, ctx.weight)
 
         dw = layer.emit(ctx.weight, weight_gradient) if ctx.needs_input_grad[1] else None
@@ -169,15 +174,23 @@ class HighPrecisionLinear(_TensorParallelLinear):
         return F.linear(x, local(self.weight).flatten(0, -2), bias)
 
 
-class Fp8Linear(_TensorParallelLinear):
-    """A linear whose three GEMMs run in FP8 with delayed scaling."""
+FP8_OPERANDS: dict[str, type[Fp8Operands] | type[GranularOperands]] = {
+    "delayed": Fp8Operands,
+    "tensorwise": TensorwiseOperands,
+    "rowwise": GranularOperands,
+    "rowwise_with_gw_hp": GranularOperands,
+    "blockwise": GranularOperands,
+    "mxfp8": GranularOperands,
+}
 
-    operands: Fp8Operands
+
+class Fp8Linear(_TensorParallelLinear):
+    """A linear whose three GEMMs run in FP8, by the recipe's operands."""
 
     def __init__(self, context: LayerContext, options: LinearOptions) -> None:
         super().__init__(context, options)
         assert context.registry is not None and context.recipe is not None
-        self.operands = Fp8Operands(
+        self.operands = FP8_OPERANDS[context.recipe.name](
             options.name,
             self.tp,
             context.registry,
