@@ -1,16 +1,29 @@
 """Checkpoints: one global view of a run's tensors, written and read at any layout."""
 
-from megafp8.checkpoint.load import find_checkpoint, load_tensors, read_record, verify_files
+from megafp8.checkpoint.load import (
+    LoadReport,
+    find_checkpoint,
+    load_tensors,
+    load_with_report,
+    read_record,
+    verify_files,
+)
+from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.record import FORMAT_VERSION, CheckpointRecord, FileEntry, TensorEntry
 from megafp8.checkpoint.save import save_checkpoint
+from megafp8.checkpoint.saver import Saver
 
 __all__ = [
     "FORMAT_VERSION",
     "CheckpointRecord",
     "FileEntry",
+    "FolderLock",
+    "LoadReport",
+    "Saver",
     "TensorEntry",
     "find_checkpoint",
     "load_tensors",
+    "load_with_report",
     "read_record",
     "save_checkpoint",
     "verify_files",

@@ -5,10 +5,13 @@ times `tmp_iter_0000010.<token>/` (being written, or thrown away) and `old_iter_
 (the former content of an iteration that is saved again).
 """
 
+import fcntl
 import os
 import re
 import shutil
 import zlib
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 RECORD_NAME = "megafp8.json"
@@ -48,6 +51,43 @@ def replaced_iteration(name: str) -> int | None:
 def is_complete(directory: Path) -> bool:
     """Tell whether a checkpoint's record, its last file, is there."""
     return (directory / RECORD_NAME).is_file()
+
+
+@contextmanager
+def reading(directory: Path) -> Generator[None, None, None]:
+    """Keep a checkpoint from being deleted by a run's `--keep-last` while it is read.
+
+    A shared lock on the record: it ends with the process however that ends. A file system without
+    locks leaves the checkpoint as unprotected as it was; a missing record is the caller's affair.
+    """
+    try:
+        descriptor = os.open(directory / RECORD_NAME, os.O_RDONLY)
+    except OSError:
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_being_read(directory: Path) -> bool:
+    """Tell whether a process is inside `reading` for a checkpoint."""
+    try:
+        descriptor = os.open(directory / RECORD_NAME, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # no locks on this file system
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def crc32_of(path: Path) -> str:

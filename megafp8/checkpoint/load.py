@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.tensor import DTensor
 
 from megafp8.checkpoint.agree import describe_dcp, on_all_ranks, rank_and_size
 from megafp8.checkpoint.files import (
@@ -22,6 +23,7 @@ from megafp8.checkpoint.files import (
     is_temporary,
     iteration_name,
     iteration_of,
+    reading,
     replaced_iteration,
 )
 from megafp8.checkpoint.metadata import CheckpointReader
@@ -205,11 +207,30 @@ class _Inspection:
         checkpoint: Directory and the checksum of its record: all ranks must see the same one.
         wanted: Names that this rank asks for.
         mismatches: One sentence per tensor of another shape or dtype.
+        recut: Names whose part on this rank is not one of the parts that were saved.
     """
 
     checkpoint: tuple[str, str]
     wanted: list[str]
     mismatches: list[str]
+    recut: list[str]
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did, the same on every rank.
+
+    Attributes:
+        loaded: Tensors that were filled.
+        remapped: Those of them that are cut otherwise than they were saved.
+        absent: Optional names that some rank asked for and the checkpoint lacks, sorted.
+        dropped: Optional names of the checkpoint that no rank asked for, sorted.
+    """
+
+    loaded: int
+    remapped: int
+    absent: list[str]
+    dropped: list[str]
 
 
 def load_tensors(
@@ -220,6 +241,18 @@ def load_tensors(
     group: dist.ProcessGroup | None = None,
     verify: bool = True,
 ) -> list[str]:
+    """`load_with_report`, returning the names that were absent alone."""
+    return load_with_report(directory, tensors, optional, group=group, verify=verify).absent
+
+
+def load_with_report(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    optional: Callable[[str], bool] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    verify: bool = True,
+) -> LoadReport:
     """Fill tensors in place from a checkpoint; all ranks of `group` call it together.
 
     The layout may be another than that which saved: each rank reads the parts of its shards.
@@ -237,8 +270,7 @@ def load_tensors(
         verify: Compare the files' checksums too, shared among the ranks; sizes always.
 
     Returns:
-        Optional names that some rank asked for and the checkpoint lacks, sorted, the same list on
-        every rank.
+        What was loaded, what was absent and what was left.
 
     Raises:
         CheckpointError: on every rank; a damaged file (named, with the checkpoint to use instead),
@@ -246,6 +278,17 @@ def load_tensors(
             `tensors` is written, unless a file becomes unreadable in between.
     """
     directory = Path(directory).absolute()
+    with reading(directory):
+        return _load(directory, tensors, optional or (lambda name: False), group, verify)
+
+
+def _load(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    optional: Callable[[str], bool],
+    group: dist.ProcessGroup | None,
+    verify: bool,
+) -> LoadReport:
     step = f"loading {directory}"
     rank, size = rank_and_size(group)
     opened: list[CheckpointReader] = []
@@ -257,12 +300,13 @@ def load_tensors(
             checkpoint=(str(directory), crc32_of(directory / RECORD_NAME)),
             wanted=list(tensors),
             mismatches=_mismatches(tensors, reader.read_metadata()),
+            recut=_recut(tensors, reader.read_metadata()),
         )
 
     inspections = on_all_ranks(step, inspect, group)
     reader = opened[0]
     stored = set(reader.read_metadata().state_dict_metadata)
-    absent, dropped = _compare_names(step, inspections, stored, optional or (lambda name: False))
+    absent, dropped = _compare_names(step, inspections, stored, optional)
     if dropped:
         _logger.info(
             "%s: %d stored tensors are not used by this run: %s",
@@ -272,7 +316,9 @@ def load_tensors(
         )
     present = {name: tensor for name, tensor in tensors.items() if name in stored}
     _read_shards(reader, present, step, group)
-    return absent
+    wanted = {name for inspection in inspections for name in inspection.wanted}
+    recut = {name for inspection in inspections for name in inspection.recut}
+    return LoadReport(len(wanted & stored), len(recut & stored), absent, dropped)
 
 
 def _open(directory: Path, part: tuple[int, int], checksums: bool) -> CheckpointReader:
@@ -299,6 +345,26 @@ def _mismatches(tensors: Mapping[str, Tensor], metadata: Metadata) -> list[str]:
         if saved.properties.dtype != tensor.dtype:
             sentences.append(f"{name} is {saved.properties.dtype}, expected {tensor.dtype}")
     return sentences
+
+
+def _recut(tensors: Mapping[str, Tensor], metadata: Metadata) -> list[str]:
+    names = []
+    for name, tensor in tensors.items():
+        saved = metadata.state_dict_metadata.get(name)
+        if not isinstance(saved, TensorStorageMetadata):
+            continue
+        parts = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks}
+        if isinstance(tensor, DTensor):
+            if tensor.device_mesh.get_coordinate() is None:
+                continue
+            chunks = tensor.__create_chunk_list__()
+            mine = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks}
+        else:
+            mine = {((0,) * tensor.dim(), tuple(tensor.shape))}
+        # A rank may hold no row of a tensor; nothing is read for it.
+        if not {part for part in mine if 0 not in part[1]} <= parts:
+            names.append(name)
+    return names
 
 
 def _compare_names(
@@ -344,6 +410,7 @@ def _read_shards(
     group: dist.ProcessGroup | None,
 ) -> None:
     _, size = rank_and_size(group)
+    alone = not (dist.is_available() and dist.is_initialized())
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -352,7 +419,7 @@ def _read_shards(
                 storage_reader=reader,
                 planner=DefaultLoadPlanner(flatten_state_dict=False),
                 process_group=group,
-                no_dist=size == 1,
+                no_dist=alone,
             )
     except CheckpointException as failure:
         raise CheckpointError(f"{step}: {describe_dcp(failure, size)}") from failure

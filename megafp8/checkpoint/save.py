@@ -8,25 +8,22 @@ step starts. Readers never look into `tmp_*`, and take `iter_N` only with its re
 import dataclasses
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor
 
 from megafp8.checkpoint.agree import describe_dcp, on_all_ranks, on_first_rank, rank_and_size
 from megafp8.checkpoint.files import (
     LATEST_NAME,
     METADATA_NAME,
     RECORD_NAME,
-    crc32_of,
+    is_being_read,
     is_complete,
     is_temporary,
     iteration_name,
@@ -37,6 +34,8 @@ from megafp8.checkpoint.files import (
     write_atomically,
 )
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
+from megafp8.checkpoint.staging import Staged, merge_entries, stage
+from megafp8.checkpoint.writing import ShardWriter, StagedPlanner
 from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
 
@@ -74,22 +73,38 @@ def save_checkpoint(
         CheckpointError: on every rank, if any rank failed; what was there before is untouched
             and `latest` still names it.
     """
+    return write_checkpoint(root, iteration, lambda: stage(tensors, None), record, group, keep_last)
+
+
+def write_checkpoint(
+    root: Path,
+    iteration: int,
+    staged: Callable[[], Staged],
+    record: CheckpointRecord,
+    group: dist.ProcessGroup | None = None,
+    keep_last: int | None = None,
+) -> Path:
+    """Write what `staged` returns, as `save_checkpoint` says; it may raise on some ranks alone."""
     assert record.iteration == iteration, (record.iteration, iteration)
     assert keep_last is None or keep_last >= 1, keep_last
     root = Path(root).absolute()
     final = root / iteration_name(iteration)
     step = f"saving {final}"
     rank, _ = rank_and_size(group)
-    described = on_all_ranks(step, lambda: _describe_tensors(tensors), group)
-    entries = _merge_entries(described, step)
+    mine: list[Staged] = []
+
+    def describe() -> dict[str, TensorEntry]:
+        mine.append(staged())
+        return mine[0].entries
+
+    entries = merge_entries(on_all_ranks(step, describe, group), step)
     temporary = Path(on_first_rank(step, lambda: str(_make_temporary(root, final.name)), group))
     try:
-        _write_shards(temporary, tensors, step, group)
-        written = on_all_ranks(step, lambda: _describe_files(temporary, rank), group)
+        written = on_all_ranks(step, _write_shards(temporary, mine[0], step, group), group)
         files = {name: entry for part in written for name, entry in part.items()}
 
         def commit() -> None:
-            full = dataclasses.replace(record, tensors=entries, files=files)
+            full = dataclasses.replace(record, tensors=entries, files=dict(sorted(files.items())))
             _commit(temporary, final, full)
             _tidy(final, keep_last)
 
@@ -102,43 +117,6 @@ def save_checkpoint(
     return final
 
 
-def _describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
-    entries = {}
-    for name, tensor in tensors.items():
-        if not isinstance(name, str) or not name:
-            raise CheckpointError(f"tensor name {name!r} is not a text")
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{name} is {type(tensor).__name__}, expected a tensor")
-        if tensor.is_meta:
-            raise CheckpointError(f"{name} is on the meta device and holds no values")
-        if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
-            raise CheckpointError(
-                f"{name} is placed as {tensor.placements}: partial sums cannot be stored"
-            )
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries[name] = TensorEntry(shape=tuple(tensor.shape), dtype=dtype)
-    return entries
-
-
-def _merge_entries(
-    described: Sequence[dict[str, TensorEntry]], step: str
-) -> dict[str, TensorEntry]:
-    """Join all ranks' names; DCP would silently take the first rank's shape where they differ."""
-    owners: dict[str, int] = {}
-    merged: dict[str, TensorEntry] = {}
-    for rank, entries in enumerate(described):
-        for name, entry in entries.items():
-            first = owners.setdefault(name, rank)
-            if merged.setdefault(name, entry) != entry:
-                raise CheckpointError(
-                    f"{step}: {name} is {merged[name].dtype}{list(merged[name].shape)} on rank"
-                    f" {first} and {entry.dtype}{list(entry.shape)} on rank {rank}"
-                )
-    if not merged:
-        raise CheckpointError(f"{step}: no rank holds any tensor")
-    return dict(sorted(merged.items()))
-
-
 def _make_temporary(root: Path, name: str) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     temporary = root / f"tmp_{name}.{os.urandom(4).hex()}"
@@ -146,40 +124,28 @@ def _make_temporary(root: Path, name: str) -> Path:
     return temporary
 
 
-class _Writer(FileSystemWriter):
-    """DCP's writer of one file per rank, synced to storage."""
-
-    def storage_meta(self) -> StorageMeta:
-        """Return no path: DCP would pickle the temporary directory's into `.metadata`."""
-        return StorageMeta()
-
-
 def _write_shards(
-    temporary: Path, tensors: Mapping[str, Tensor], step: str, group: dist.ProcessGroup | None
-) -> None:
+    temporary: Path, staged: Staged, step: str, group: dist.ProcessGroup | None
+) -> Callable[[], Mapping[str, FileEntry]]:
+    """Write this rank's shards; return what tells the files that it wrote."""
     _, size = rank_and_size(group)
+    writer = ShardWriter(temporary)
+    alone = not (dist.is_available() and dist.is_initialized())
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        # Warning filters belong to the whole process, and this may be a thread beside training.
+        with torch.no_grad(), warnings.catch_warnings() if alone else nullcontext():
+            if alone:
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp_save(
-                dict(tensors),
-                storage_writer=_Writer(temporary, sync_files=True, overwrite=False),
-                # Names are flat already; without flattening DCP stores no second copy of them.
-                planner=DefaultSavePlanner(flatten_state_dict=False),
+                {},
+                storage_writer=writer,
+                planner=StagedPlanner(staged.plan, staged.data),
                 process_group=group,
-                no_dist=size == 1,
+                no_dist=alone,
             )
     except CheckpointException as failure:
         raise CheckpointError(f"{step}: {describe_dcp(failure, size)}") from failure
-
-
-def _describe_files(temporary: Path, rank: int) -> dict[str, FileEntry]:
-    """Return size and checksum of the files that this rank wrote (DCP names them by rank)."""
-    return {path.name: _file_entry(path) for path in temporary.glob(f"__{rank}_*.distcp")}
-
-
-def _file_entry(path: Path) -> FileEntry:
-    return FileEntry(size=path.stat().st_size, crc32=crc32_of(path))
+    return lambda: dict(writer.entries)
 
 
 def _commit(temporary: Path, final: Path, record: CheckpointRecord) -> None:
@@ -192,8 +158,7 @@ def _commit(temporary: Path, final: Path, record: CheckpointRecord) -> None:
                 f" {'is missing' if seen is None else f'has {seen}'} on the first rank:"
                 " --save must lie on a file system that all ranks share"
             )
-    files = {**record.files, METADATA_NAME: _file_entry(temporary / METADATA_NAME)}
-    record = dataclasses.replace(record, files=dict(sorted(files.items())))
+    assert METADATA_NAME in record.files, sorted(record.files)
     sync_directory(temporary)
     write_atomically(temporary / RECORD_NAME, record.to_json())
     _replace(temporary, final)
@@ -239,7 +204,11 @@ def _tidy(final: Path, keep_last: int | None) -> None:
                 older.append((iteration, path))
         if keep_last is not None:
             older.sort(reverse=True)
-            doomed += [path for _, path in older[keep_last - 1 :]]
+            for _, path in older[keep_last - 1 :]:
+                if is_being_read(path):
+                    _logger.info("%s is being loaded by another process: kept for now", path)
+                else:
+                    doomed.append(path)
         for path in doomed:
             remove_directory(path)
     except OSError as error:

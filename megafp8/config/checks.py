@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megafp8.config.backend import transformer_engine_refusal
+from megafp8.config.backend import attention_refusals, transformer_engine_refusal
 from megafp8.config.layout import chunks_per_rank, ramp_sizes
+from megafp8.config.user_buffers import user_buffer_problems
 from megafp8.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -21,8 +22,10 @@ def problems(config: RunConfig) -> Iterator[str]:
     yield from _not_built(config)
     yield from _model(config)
     yield from _tensor_parallel(config)
+    yield from user_buffer_problems(config)
     yield from _pipeline(config)
     yield from _precision(config)
+    yield from _fp8_wires(config)
     yield from _training(config)
     yield from _optimizer(config)
     yield from _data(config)
@@ -55,7 +58,7 @@ LATER = "is not built yet in this version"
 
 def _not_built(config: RunConfig) -> Iterator[str]:
     """Flags of the interface whose work is still to come: refused, never ignored."""
-    for asked, flag, instead in _unbuilt_precision(config) + _unbuilt_rest(config):
+    for asked, flag, instead in _unbuilt(config):
         if asked:
             yield f"{flag} {LATER}: {instead}"
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
@@ -65,53 +68,26 @@ def _not_built(config: RunConfig) -> Iterator[str]:
             yield f"{flag}: a blend of data sets {LATER}; found {len(paths)} values, allowed 1"
 
 
-def _unbuilt_precision(config: RunConfig) -> list[tuple[bool, str, str]]:
+def _unbuilt(config: RunConfig) -> list[tuple[bool, str, str]]:
     """Rows of (asked for, flag, what there is instead)."""
-    precision = config.precision
+    parallel, data = config.parallel, config.data
     return [
-        (precision.fp8_param_gather, "--fp8-param-gather", "weights are gathered in BF16"),
-        (precision.fp8_grad_reduce, "--fp8-grad-reduce", "gradients are reduced in FP32"),
-        (
-            precision.fp8_attention != "none",
-            f"--fp8-attention {precision.fp8_attention}",
-            "the attention core runs in BF16 (TransformerEngine has an FP8 one for delayed scaling "
-            "on Hopper alone); allowed: none",
-        ),
-        (precision.fp8_tp_comm == "all", "--fp8-tp-comm all", "allowed: none, all-gather"),
         (
             config.logging.fp8_stats_interval is not None,
             "--fp8-stats-interval",
             "metrics.jsonl is written every iteration",
         ),
-    ]
-
-
-def _unbuilt_rest(config: RunConfig) -> list[tuple[bool, str, str]]:
-    """Rows of (asked for, flag, what there is instead)."""
-    parallel, data, checkpoint = config.parallel, config.data, config.checkpoint
-    return [
         (parallel.context_parallel_size > 1, "--context-parallel-size > 1", "allowed: 1"),
         (
             parallel.expert_model_parallel_size > 1,
             "--expert-model-parallel-size > 1",
             "there are no experts; allowed: 1",
         ),
-        (checkpoint.async_save, "--async-save", "training waits while a checkpoint is written"),
-        (
-            checkpoint.use_checkpoint_args,
-            "--use-checkpoint-args",
-            "give the model's flags; the run folder's config.yaml holds them",
-        ),
         (data.reset_position_ids, "--reset-position-ids", "positions run over the whole sample"),
         (
             data.reset_attention_mask,
             "--reset-attention-mask",
             "attention crosses documents; --eod-mask-loss is there",
-        ),
-        (
-            config.training.exit_signal_handler,
-            "--exit-signal-handler",
-            "use --exit-duration-in-mins or --exit-interval",
         ),
         (config.logging.profile, "--profile", "no profiler is attached"),
     ]
@@ -234,6 +210,7 @@ def _precision(config: RunConfig) -> Iterator[str]:
         refusal = transformer_engine_refusal(config)
         if refusal is not None:
             yield f"--transformer-impl transformer_engine: {refusal}"
+    yield from attention_refusals(config)
     if precision.bf16 and precision.fp16:
         yield "--bf16 contradicts --fp16; give one of the two"
     if precision.fp8 and precision.fp16:
@@ -241,9 +218,12 @@ def _precision(config: RunConfig) -> Iterator[str]:
     if precision.fp8 and not precision.bf16:
         yield f"--fp8-format {precision.fp8_format} needs --bf16"
     if precision.fp8 and not precision.fp8_reduce_amax:
-        tp = config.parallel.tensor_model_parallel_size
-        if tp > 1:
-            yield per_rank_scales_refused(tp, 1)
+        if config.parallel.sequence_parallel and precision.fp8_tp_comm != "none":
+            yield (
+                "--no-fp8-reduce-amax gives tensor-parallel ranks different scales, but codes that "
+                "--sequence-parallel gathers over them are decoded with one; found --fp8-tp-comm "
+                f"{precision.fp8_tp_comm}, allowed with both: none"
+            )
     yield from _recipe(config)
     if precision.loss_scale is not None and not precision.fp16:
         yield f"--loss-scale {precision.loss_scale:g} needs --fp16; bf16 and fp32 have none"
@@ -321,12 +301,40 @@ DELAYED_ONLY = (
 )
 
 
-def per_rank_scales_refused(tp: int, dp: int) -> str:
-    """Return the refusal of scales that differ between ranks."""
-    return (
-        f"--fp8-reduce-amax false needs tensor parallel * data parallel = 1, found {tp} * {dp}: "
-        "scale state that differs between ranks is not saved yet in this version"
-    )
+def _fp8_wires(config: RunConfig) -> Iterator[str]:
+    """FP8 on the wire. `--fp8-format none`, which turns a preset's FP8 off, turns these off too."""
+    precision = config.precision
+    asked = [
+        flag
+        for flag, wanted in (
+            ("--fp8-tp-comm all", precision.fp8_tp_comm == "all"),
+            ("--fp8-param-gather", precision.fp8_param_gather),
+            ("--fp8-grad-reduce", precision.fp8_grad_reduce),
+        )
+        if wanted
+    ]
+    if asked and precision.fp8_format is None:
+        yield f"{asked[0]} needs --fp8-format hybrid; without FP8 linears nothing travels as FP8"
+    if precision.fp8_grad_error_feedback and not precision.fp8_grad_reduce:
+        yield "--fp8-grad-error-feedback needs --fp8-grad-reduce, whose losses it carries over"
+    if not (precision.fp8 and precision.fp8_param_gather):
+        return
+    if precision.fp8_weight_amax == "cast":
+        yield (
+            "--fp8-param-gather contradicts --fp8-weight-amax cast: shards are cast before they "
+            "are gathered, so their common scale has to be known by then; allowed: updated"
+        )
+    if not precision.fp8_reduce_amax:
+        yield (
+            "--fp8-param-gather contradicts --no-fp8-reduce-amax: the shards of a weight are "
+            "decoded with one scale, and ranks would have different ones"
+        )
+    if precision.recipe_name != "delayed":
+        yield (
+            f"--fp8-param-gather does not work with --fp8-recipe {precision.recipe_name}: the "
+            "shards of a weight can be cast apart only with one scale that is known before; "
+            "allowed: delayed"
+        )
 
 
 def _training(config: RunConfig) -> Iterator[str]:
@@ -417,7 +425,7 @@ def _data(config: RunConfig) -> Iterator[str]:
 def _records(config: RunConfig) -> Iterator[str]:
     checkpoint, logging = config.checkpoint, config.logging
     if checkpoint.load is None:
-        for name in ("finetune", "exit_on_missing_checkpoint"):
+        for name in ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"):
             if getattr(checkpoint, name):
                 yield f"--{name.replace('_', '-')} needs --load"
     if logging.wandb_exp_name is not None and logging.wandb_project is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megafp8.config.checkpoint_args import SavedRun, take_model
 from megafp8.config.megatron_flags import judge
 from megafp8.config.names import SECTIONS, Target, suggestion, targets
 from megafp8.config.run import RunConfig
@@ -64,8 +65,12 @@ def load_config(argv: list[str]) -> RunConfig:
     return parse_command(argv).config
 
 
-def parse_command(argv: list[str]) -> Command:
+def parse_command(argv: list[str], saved_run: SavedRun | None = None) -> Command:
     """Parse a command line: defaults < YAML < flags, merged raw and validated once.
+
+    Args:
+        argv: Arguments without the program's name.
+        saved_run: Reads the checkpoint for `--use-checkpoint-args`; this package cannot.
 
     Raises:
         ConfigurationError: One line for the first thing that is wrong.
@@ -80,7 +85,7 @@ def parse_command(argv: list[str]) -> Command:
     for key in _set_aside(flags):
         given.pop(key, None)
     given.update(flags)
-    config = _build(given, accepted)
+    config = _build(given, accepted, saved_run)
     if world_size is None:
         return Command(config, dry_run)
     if not dry_run:
@@ -226,12 +231,21 @@ def _add(given: dict[tuple[str, str], _Given], target: Target, value: RawValue, 
     given[key] = _Given(target, value, where)
 
 
-def _build(given: dict[tuple[str, str], _Given], accepted: list[str]) -> RunConfig:
+def _build(
+    given: dict[tuple[str, str], _Given], accepted: list[str], saved_run: SavedRun | None
+) -> RunConfig:
     values: dict[str, Any] = {section: {} for section in SECTIONS}
     for (section, field), item in given.items():
         value = _typed(item)
         values[section][field] = not value if item.target.negated else value
     where = {key: item.where for key, item in given.items()}
+    checkpoint = values["checkpoint"]
+    if checkpoint.get("use_checkpoint_args") and checkpoint.get("load") is not None:
+        if saved_run is None:
+            raise ConfigurationError("--use-checkpoint-args is for pretrain_gpt.py alone")
+        path, saved = saved_run(checkpoint["load"])
+        model = {field: (value, where["model", field]) for field, value in values["model"].items()}
+        values["model"] = take_model(saved, model, path)
     return RunConfig.from_dict({**values, "accepted_flags": tuple(accepted)}, where)
 
 

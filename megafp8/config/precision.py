@@ -62,6 +62,9 @@ class PrecisionConfig(Section):
         "those of a kernel",
     )
     fp8_param_gather: bool = Field(default=False, description="gather FSDP weights in FP8")
+    fp8_param_gather: bool = Field(
+        default=False, description="FSDP gathers the weights of FP8 linears as FP8 codes"
+    )
     first_last_layers_bf16: bool = Field(
         default=False, description="first and last layers stay in BF16"
     )
@@ -90,13 +93,22 @@ class PrecisionConfig(Section):
         default="updated", description="when a weight's amax is taken (TE: cast)"
     )
     fp8_tp_comm: Literal["none", "all-gather", "all"] = Field(
-        default="all-gather", description="which sequence-parallel traffic of FP8 linears is FP8"
+        default="all-gather",
+        description="which sequence-parallel traffic of FP8 linears is FP8; all has the "
+        "reduce-scatters too",
     )
     fp8_attention: Literal["none", "dpa", "mha"] = Field(
-        default="none", description="FP8 in the attention core (TransformerEngine's recipe fields)"
+        default="none",
+        description="dpa: FP8 in the attention core, on TransformerEngine with delayed scaling "
+        "(Hopper); mha (FP8 between projection and core too) is refused",
     )
     fp8_grad_reduce: bool = Field(
-        default=False, description="reduce FSDP gradients of blocks in FP8"
+        default=False, description="reduce FSDP gradients of blocks in FP8, summed in fp32"
+    )
+    fp8_grad_error_feedback: bool = Field(
+        default=False,
+        description="with --fp8-grad-reduce: carry what a cast lost over to the next reduction "
+        "(fp32, as large as the unsharded gradients of the blocks)",
     )
     fp8_kernels: Literal["auto", "triton", "eager"] = Field(
         default="auto",

@@ -28,7 +28,10 @@ class TrainingConfig(Section):
     exit_duration_in_mins: PositiveFloat | None = Field(
         default=None, description="save and stop after this time"
     )
-    exit_signal_handler: bool = Field(default=False, description="save and stop on SIGTERM")
+    exit_signal_handler: bool = Field(
+        default=True,
+        description="save and stop on SIGTERM or SIGUSR1 to any rank, with exit code 75",
+    )
     seed: int = Field(
         default=1234, ge=0, lt=2**63, description="of weights, data order and dropout"
     )

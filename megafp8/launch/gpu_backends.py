@@ -23,11 +23,19 @@ from megafp8.precision import recipe_from_config
 from megafp8.train.loss_scaler import build_loss_scaler
 from megafp8.train.step import TrainingStep
 
-BF16, NATIVE, TE = "bf16", "native fp8", "te fp8"
+BF16, NATIVE, TE, FUSED = "bf16", "native fp8", "te fp8", "te fp8, fused norms"
 FLAGS = {
     BF16: ("--transformer-impl", "native", "--fp8-format", "none"),
     NATIVE: ("--transformer-impl", "native", "--fp8-format", "hybrid", "--fp8-emulate"),
-    TE: ("--transformer-impl", "transformer_engine", "--fp8-format", "hybrid"),
+    # Separate norms: its linears can be fed with what the native ones are fed with.
+    TE: (
+        "--transformer-impl",
+        "transformer_engine",
+        "--fp8-format",
+        "hybrid",
+        "--no-te-fused-norms",
+    ),
+    FUSED: ("--transformer-impl", "transformer_engine", "--fp8-format", "hybrid"),
 }
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1")
 # TE and native multiply the same codes and differ in the order of sums.
@@ -177,8 +185,9 @@ def backend_rows(world: World, sizes: Sizes, steps: int) -> list[Row]:
     """Everything that compares the two backends with each other and with BF16."""
     reference, other = _Setup(BF16, sizes, world), _Setup(TE, sizes, world)
     rows = output_rows(reference, _Setup(NATIVE, sizes, world)) + output_rows(reference, other)
-    taken, _ = Clock(world.device, sizes.repeats)(partial(other.train, 0))
-    rate = sizes.seq / taken
-    rows.append(Row("training step of one block, te fp8", f"{rate:.0f} tokens/s", "", rate))
+    for setup in (other, _Setup(FUSED, sizes, world)):
+        taken, _ = Clock(world.device, sizes.repeats)(partial(setup.train, 0))
+        rate, name = sizes.seq / taken, f"training step of one block, {setup.kind}"
+        rows.append(Row(name, f"{rate:.0f} tokens/s", "", rate))
     # Fresh models of both: scale state from the start.
     return rows + scale_rows(_Setup(NATIVE, sizes, world), _Setup(TE, sizes, world), steps)

@@ -159,6 +159,8 @@ def light_context(
         compute_dtype=torch.bfloat16,
         sequence_parallel=False,
         fp8_gather=True,
+        fp8_reduce=False,
+        fp8_param_gather=False,
         cache_weights=True,
         deferred=None,
         kernels=kernels,
@@ -191,7 +193,7 @@ def _light_config(sizes: Sizes, recompute: str | None) -> Any:
 
 def _light_plan(fp8: bool) -> Any:
     precision = "fp8" if fp8 else "bf16"
-    return SimpleNamespace(precision=lambda name: precision)
+    return SimpleNamespace(precision=lambda name: precision, core_is_fp8=lambda layer: False)
 
 
 def _rope(sizes: Sizes, device: torch.device) -> Rope:

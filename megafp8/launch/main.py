@@ -1,15 +1,19 @@
 """The entry point: command line and environment in, exit code out.
 
-Exit codes: 0 done, 1 a run that had to stop, 2 a mistake that one line explains, 130 interrupted.
+Exit codes: 0 done, 1 a run that had to stop, 2 a mistake that one line explains, 75 a run that a
+signal ended early and whose state is saved (the same command goes on from there), 130 interrupted.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
 
 from megafp8.config.checks import check_trainable
 from megafp8.config.cli import parse_command, wants_help
@@ -22,13 +26,14 @@ from megafp8.config.environment import (
 from megafp8.config.megatron_flags import accepted_reason
 from megafp8.config.run import RunConfig
 from megafp8.config.yaml_reader import UnreadableFileError
-from megafp8.errors import DataError, MegaFP8Error
+from megafp8.errors import CheckpointError, DataError, MegaFP8Error, PeerError
 from megafp8.launch.dry_run import choose_world_size, describe, preflight
 from megafp8.launch.hardware import decide
 from megafp8.log import configure, get_logger
 
 PROGRAM = "pretrain_gpt.py"
 INTERRUPTED = 130
+STOPPED_BY_SIGNAL = 75  # EX_TEMPFAIL of sysexits.h: try again later
 GRACE_SECONDS = 5.0
 
 # Switches of ours that are accepted for Megatron's sake and always hold.
@@ -37,6 +42,20 @@ ALWAYS_ON = {
     "overlap_grad_reduce": "FSDP2 overlaps what it can; with a pipeline it reduces at the end",
     "overlap_param_gather": "FSDP2 overlaps what it can",
 }
+
+
+def run_program(argv: list[str]) -> NoReturn:
+    """Run a command line and end the process with its exit code."""
+    code = main(argv)
+    distributed = sys.modules.get("torch.distributed")
+    if code and distributed is not None and distributed.is_initialized():
+        # Python's own exit would wait until every pending collective of a process group that was
+        # not left in order has timed out, and the other ranks would wait with this one.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(argv: list[str], environment: Mapping[str, str] | None = None) -> int:
@@ -81,7 +100,7 @@ def _dispatch(argv: list[str], environment: Mapping[str, str]) -> int:
 
         sys.stdout.write(help_text())
         return 0
-    command = parse_command(argv)
+    command = parse_command(argv, _saved_run)
     if command.dry_run:
         # An explicit size needs no launcher's, which may be of another job.
         started = None if command.world_size else read_world_size(environment)
@@ -93,8 +112,24 @@ def _dispatch(argv: list[str], environment: Mapping[str, str]) -> int:
     return _train(command.config, LaunchEnvironment.from_mapping(environment))
 
 
+def _saved_run(load: str) -> tuple[str, Mapping[str, Any]]:
+    """Path and configuration of the checkpoint that `--load` means."""
+    # Imported here: it needs torch, and few runs need it before they are checked.
+    from megafp8.checkpoint import find_checkpoint, read_record
+
+    path = find_checkpoint(Path(load))
+    if path is None:
+        raise CheckpointError(f"--use-checkpoint-args: --load {load} holds no checkpoint")
+    return str(path), read_record(path).config
+
+
 def _train(config: RunConfig, launch: LaunchEnvironment) -> int:
     configure(launch.rank)
+    from megafp8.train.signals import StopSignals
+
+    stop = StopSignals()
+    if config.training.exit_signal_handler:
+        stop.install()  # before torch, whose import takes seconds
     check_trainable(config)
     config, choice = decide(config, launch.local_rank)
     resolved, _, _ = preflight(config, launch.world_size)
@@ -108,8 +143,7 @@ def _train(config: RunConfig, launch: LaunchEnvironment) -> int:
     # Imported here: torch takes seconds, and nothing above needs it.
     from megafp8.train.run import run
 
-    run(resolved, launch, choice)
-    return 0
+    return STOPPED_BY_SIGNAL if run(resolved, launch, stop, choice) else 0
 
 
 def _without_effect(config: RunConfig) -> list[tuple[str, str]]:
@@ -128,6 +162,8 @@ def _speaks(error: MegaFP8Error, rank: int, local_rank: int) -> bool:
 
     A file may be missing on one node only, so the first rank of each node speaks about files.
     """
+    if isinstance(error, PeerError):
+        return error.speaks
     if rank == 0 or isinstance(error, OwnRankError):
         return True
     return local_rank == 0 and isinstance(error, (UnreadableFileError, DataError))

@@ -10,6 +10,7 @@ from torch import nn
 
 from megafp8.config import ModelShape, ParameterSpec, RunConfig
 from megafp8.config.shape import EMBEDDING, OUTPUT
+from megafp8.config.user_buffers import user_buffer_options
 from megafp8.errors import ConfigurationError
 from megafp8.layers import LayerContext, ParameterFactory
 from megafp8.layers.choice import BackendChoice, add_kernels, choose_backend, make_backend
@@ -17,7 +18,12 @@ from megafp8.layers.parameters import local
 from megafp8.layers.rope import Rope, RopeScaling
 from megafp8.model.gpt import GPTStage
 from megafp8.numerics import Recipe, ScaleRegistry, fp8_hardware
-from megafp8.parallel.fsdp import shard_module, take_fp32_gradients
+from megafp8.parallel.fsdp import (
+    Fp8ReduceScatter,
+    Fp8Wires,
+    shard_module,
+    take_fp32_gradients,
+)
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import DeferredWeightGradients, PipelineRunner
 from megafp8.precision import PrecisionPlan
@@ -40,6 +46,7 @@ class Model:
         partial_gradients: names whose gradients are partial sums over tp after the backward.
         backend: which backend made the layers, and why.
         scope: `Backend.scope`, for calling single layers.
+        fp8_reductions: FP8 reductions of the blocks' gradients, which may hold residuals.
     """
 
     stages: list[GPTStage]
@@ -51,6 +58,7 @@ class Model:
     partial_gradients: frozenset[str]
     backend: BackendChoice
     scope: Callable[[], AbstractContextManager[Any]]
+    fp8_reductions: list[Fp8ReduceScatter]
 
     @torch.no_grad()
     def copy_tied_embedding(self) -> None:
@@ -85,15 +93,20 @@ def build_model(
     registry = ScaleRegistry(recipe) if recipe is not None else None
     rope = _rope(config, mesh.world.device)
     choice, kernels = add_kernels(choose_backend(config), config, mesh.world.device)
-    backend = make_backend(choice, recipe, mesh)
-    # Where the GEMM can write fp32, weight gradients are not rounded before they are summed.
-    native_fp8 = recipe is not None and choice.chosen == "native"
-    fp32_wgrad = native_fp8 and fp8_hardware(mesh.world.device)[0]
+    fp8_linears = plan.count("fp8")
+    overlap = user_buffer_options(config, fp8_linears, len(plan.linears) - fp8_linears)
+    backend = make_backend(choice, config, recipe, mesh, overlap)
+
+    reductions: list[Fp8ReduceScatter] = []
+    fp32_wgrad = _fp32_weight_gradients(recipe, choice, mesh)
 
     def shard(module: nn.Module, kind: str) -> None:
         # The fused [2, ffn, h] weight is split along h: its halves stay whole on every rank.
         dims = {p: 2 for p in module.parameters() if p.dim() == 3}
-        shard_module(module, mesh, kind, dtype, dims)
+        fp8 = _fp8_wires(config, module) if kind == "block" else None
+        reduction = shard_module(module, mesh, kind, dtype, dims, fp8)
+        if reduction is not None:
+            reductions.append(reduction)
         if fp32_wgrad:
             take_fp32_gradients(module)
 
@@ -111,15 +124,10 @@ def build_model(
     parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
     _check_built(shape, parameters, mesh)
     tp_sequence = layout.tp if layout.sequence_parallel else 1
-    tokens = shape.seq_length // tp_sequence
-    runner = PipelineRunner(
-        stages,
-        mesh,
-        layout.schedule,
-        (tokens, config.training.micro_batch_size, shape.hidden_size),
-        dtype,
-        [queue for queue in queues if queue is not None] or None,
-    )
+    boundary = (shape.seq_length // tp_sequence, config.training.micro_batch_size)
+    waiting = [queue for queue in queues if queue is not None] or None
+    boundary_shape = (*boundary, shape.hidden_size)
+    runner = PipelineRunner(stages, mesh, layout.schedule, boundary_shape, dtype, waiting)
     return Model(
         stages=stages,
         runner=runner,
@@ -130,7 +138,14 @@ def build_model(
         partial_gradients=_partial_gradients(shape, parameters, tp_sequence > 1),
         backend=choice,
         scope=backend.scope,
+        fp8_reductions=reductions,
     )
+
+
+def _fp32_weight_gradients(recipe: Recipe | None, choice: BackendChoice, mesh: Mesh) -> bool:
+    """Where the GEMM can write fp32, weight gradients are not rounded before they are summed."""
+    native = recipe is not None and choice.chosen == "native"
+    return native and fp8_hardware(mesh.world.device)[0]
 
 
 def _layer_context(
@@ -158,8 +173,24 @@ def _layer_context(
         compute_dtype=DTYPES[config.precision.compute_dtype],
         sequence_parallel=layout.sequence_parallel and layout.tp > 1,
         fp8_gather=config.precision.fp8_tp_comm != "none",
+        fp8_reduce=config.precision.fp8_tp_comm == "all",
+        fp8_param_gather=config.precision.fp8_param_gather,
         cache_weights=not layout.reshard_after_forward or layout.fsdp == 1,
         deferred=queue,
+        norm_impl=config.model.norm_impl,
+    )
+
+
+def _fp8_wires(config: RunConfig, block: nn.Module) -> Fp8Wires:
+    """What of a block's FSDP traffic is FP8; nothing in runs without FP8."""
+    precision = config.precision
+    if not precision.fp8:
+        return Fp8Wires()
+    casts = {name: getattr(m, "weight_cast", None) for name, m in block.named_modules()}
+    return Fp8Wires(
+        grad_reduce=precision.fp8_grad_reduce,
+        error_feedback=precision.fp8_grad_error_feedback,
+        weights={f"{name}.weight": cast for name, cast in casts.items() if cast is not None},
     )
 
 

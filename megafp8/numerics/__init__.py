@@ -17,14 +17,16 @@ from megafp8.numerics.granular import (
     weight_block,
 )
 from megafp8.numerics.hardware import fp8_hardware, recipe_hardware
+from megafp8.numerics.payload import decode_row, encode_rows, sum_rows
 from megafp8.numerics.quantize import QuantizedTensor, compute_amax, decode, quantize
-from megafp8.numerics.recipe import RECIPE_NAMES, ROLES, Recipe, Role
+from megafp8.numerics.recipe import CORE_ROLES, RECIPE_NAMES, ROLES, Recipe, Role
 from megafp8.numerics.registry import ScaleRegistry
 
 __all__ = [
     "DIMENSION_MULTIPLE",
     "E4M3",
     "E5M2",
+    "CORE_ROLES",
     "RECIPE_NAMES",
     "ROLES",
     "Fp8Format",
@@ -37,7 +39,9 @@ __all__ = [
     "check_gemm_dims",
     "compute_amax",
     "decode",
+    "decode_row",
     "dgrad",
+    "encode_rows",
     "fp8_hardware",
     "fprop",
     "keep_decoded",
@@ -46,5 +50,6 @@ __all__ = [
     "quantize_tensor",
     "recipe_hardware",
     "weight_block",
+    "sum_rows",
     "wgrad",
 ]

@@ -17,8 +17,20 @@ from torch import Tensor
 from megafp8.errors import PrecisionError
 from megafp8.numerics.formats import E4M3, E5M2, Fp8Format
 
-Role = Literal["input", "weight", "grad_output"]
+Role = Literal[
+    "input", "weight", "grad_output", "qkv", "output", "softmax", "grad_qkv", "grad_softmax"
+]
+# Of a linear, and of an attention core: q, k and v share a scale, and so do their gradients.
 ROLES: tuple[Role, ...] = ("input", "weight", "grad_output")
+CORE_ROLES: tuple[Role, ...] = (
+    "qkv",
+    "output",
+    "softmax",
+    "grad_qkv",
+    "grad_output",
+    "grad_softmax",
+)
+ALL_ROLES: tuple[Role, ...] = tuple(dict.fromkeys(ROLES + CORE_ROLES))
 
 RecipeName = Literal["delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
 RECIPE_NAMES: tuple[RecipeName, ...] = (
@@ -108,9 +120,9 @@ class Recipe:
 
     def format(self, role: Role) -> Fp8Format:
         """Return the format in which tensors of this role are stored."""
-        if role not in ROLES:
-            raise PrecisionError(f"role {role!r} is not one of {', '.join(ROLES)}")
-        return self.gradient_format if role == "grad_output" else self.forward_format
+        if role not in ALL_ROLES:
+            raise PrecisionError(f"role {role!r} is not one of {', '.join(ALL_ROLES)}")
+        return self.gradient_format if role.startswith("grad_") else self.forward_format
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

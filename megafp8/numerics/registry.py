@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megafp8.errors import CheckpointError, PrecisionError
 from megafp8.numerics.formats import Fp8Format
-from megafp8.numerics.recipe import ROLES, Recipe, Role, parse_amax_algorithm
+from megafp8.numerics.recipe import ALL_ROLES, Recipe, Role, parse_amax_algorithm
 from megafp8.numerics.scales import next_scale
 
 
@@ -63,8 +63,10 @@ class ScaleRegistry:
             PrecisionError: for an unknown role or a name registered twice.
         """
         assert not self._finalized, "register() after finalize()"
-        if role not in ROLES:
-            raise PrecisionError(f"{module_name}: role {role!r} is not one of {', '.join(ROLES)}")
+        if role not in ALL_ROLES:
+            raise PrecisionError(
+                f"{module_name}: role {role!r} is not one of {', '.join(ALL_ROLES)}"
+            )
         key = (module_name, role)
         if key in self._index:
             raise PrecisionError(f"{module_name}: role {role!r} is registered twice")

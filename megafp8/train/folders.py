@@ -1,6 +1,7 @@
 """The folders of a run: found usable before the first step, by rank 0, for all ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 import yaml
 
-from megafp8.checkpoint import find_checkpoint
+from megafp8.checkpoint import FolderLock, find_checkpoint
 from megafp8.checkpoint.agree import on_first_rank
 from megafp8.config import RunConfig
 from megafp8.config.hardware import PrecisionChoice
@@ -61,8 +62,36 @@ def open_run_dir(config: RunConfig) -> Path:
     return on_first_rank(f"--run-dir {given or 'runs/...'}", make, None)
 
 
+def _save_dir(config: RunConfig, run_dir: Path) -> Path:
+    return Path(config.checkpoint.save or run_dir / "checkpoints")
+
+
+@contextmanager
+def hold_save_dir(config: RunConfig, run_dir: Path) -> Generator[None, None, None]:
+    """Make the folder of the checkpoints and keep other jobs out; a collective call.
+
+    Raises:
+        CheckpointError: on all ranks; it cannot be written, or another job that lives has it.
+    """
+    folder = _save_dir(config, run_dir)
+    lock: list[FolderLock] = []
+
+    def acquire() -> None:
+        _probe(folder)
+        taken = FolderLock(folder)
+        taken.acquire()
+        lock.append(taken)
+
+    on_first_rank(f"saving to {folder}", acquire, None)
+    try:
+        yield
+    finally:
+        for taken in lock:
+            taken.release()
+
+
 def open_save_dir(config: RunConfig, run_dir: Path, fresh: bool) -> Path:
-    """Make the folder of the checkpoints; a collective call.
+    """Check the folder of the checkpoints; a collective call.
 
     Args:
         config: the run.
@@ -73,7 +102,7 @@ def open_save_dir(config: RunConfig, run_dir: Path, fresh: bool) -> Path:
     Raises:
         CheckpointError: on all ranks; it cannot be written, or is another run's.
     """
-    folder = Path(config.checkpoint.save or run_dir / "checkpoints")
+    folder = _save_dir(config, run_dir)
 
     def make() -> Path:
         _probe(folder)

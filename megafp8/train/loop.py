@@ -3,7 +3,6 @@
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,11 +15,15 @@ from megafp8.model.batch import to_tensors
 from megafp8.model.flops import peak_tflops, training_flops_per_token
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.traffic import summarize
+from megafp8.parallel.watch import Watch
+from megafp8.precision import AuditLog
 from megafp8.train.batch_size import BatchSizeSchedule
 from megafp8.train.measure import memory_peak_bytes, parameter_norm
 from megafp8.train.metrics import IterationMetrics, MetricsWriter
+from megafp8.train.saving import RunSaver
 from megafp8.train.schedule import LearningRateSchedule
-from megafp8.train.state import TrainState, save_state
+from megafp8.train.signals import StopSignals, signal_name
+from megafp8.train.state import TrainState
 from megafp8.train.step import TrainingStep
 
 log = get_logger(__name__)
@@ -38,8 +41,10 @@ class Loop:
         writer: reports iterations on rank 0.
         batches, schedule: global batch size and learning rate by position.
         total_iterations: where the run ends.
-        save_dir: folder of the checkpoints.
-        manifest_sha256: recorded in checkpoints.
+        saver: writes the checkpoints.
+        signals: notes those to this rank.
+        watch: is told where this rank is.
+        audit: where a stop by a signal is noted.
     """
 
     config: RunConfig
@@ -52,12 +57,14 @@ class Loop:
     batches: BatchSizeSchedule
     schedule: LearningRateSchedule
     total_iterations: int
-    save_dir: Path
-    manifest_sha256: str | None
+    saver: RunSaver
+    signals: StopSignals
+    watch: Watch
+    audit: AuditLog
 
     def __post_init__(self) -> None:
         data, training, layout = self.config.data, self.config.training, self.mesh.layout
-        self._last_saved = self.state.iteration  # a loaded state is on disk already
+        self._signal = 0  # what the ranks agreed to stop for
         self._train_loader = BatchLoader(
             self.datasets.train,
             self.shape.seq_length,
@@ -81,16 +88,24 @@ class Loop:
         precision = "fp8" if self.config.precision.fp8 else self.config.precision.compute_dtype
         self._peak_tflops = peak_tflops(name, precision)
 
-    def run(self) -> None:
-        """Train to the end, or to the exit interval or duration; the last state is saved."""
+    def run(self) -> int:
+        """Train to the end, or to the exit interval, duration or signal; the last state is saved.
+
+        Returns:
+            The signal that ended the run early, the same on all ranks; 0 if none did.
+        """
         training = self.config.training
         started = time.monotonic()
+        done = False
         try:
-            while self.state.iteration < self.total_iterations:
+            # One that came while the run was set up; nothing is trained or saved for it.
+            self._signal = self._agree_on_signal()
+            while self.state.iteration < self.total_iterations and not self._signal:
                 metrics = self._iteration()
                 self.writer.write(metrics)
-                if self._due(self.config.checkpoint.save_interval):
-                    self._save()
+                self.saver.poll()
+                if self._due(self.config.checkpoint.save_interval) and not self._signal:
+                    self.saver.save()
                 if training.exit_interval and self.state.iteration % training.exit_interval == 0:
                     log.info("stopping at iteration %d (--exit-interval)", self.state.iteration)
                     break
@@ -99,10 +114,34 @@ class Loop:
                         "stopping at iteration %d (--exit-duration-in-mins)", self.state.iteration
                     )
                     break
-            self._save()
+            if self._signal:
+                self._note_stop()
+            self.watch.place = f"the save after iteration {self.state.iteration}"
+            self.saver.finish()
+            done = True
         finally:
+            if not done:
+                self.saver.abandon()
             self._train_loader.close()
             self.writer.close()
+        return self._signal
+
+    def _note_stop(self) -> None:
+        name = signal_name(self._signal)
+        log.info("stopping at iteration %d (%s)", self.state.iteration, name)
+        self.audit.write(
+            "stop",
+            self.state.iteration,
+            action="save and exit",
+            data_position={"consumed_samples": self.state.consumed_samples},
+            reason=name,
+        )
+
+    def _agree_on_signal(self) -> int:
+        """The largest signal number that any rank has received; a collective call."""
+        mine = torch.tensor([self.signals.received], device=self.mesh.world.device)
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        return int(mine)
 
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.state.iteration % (interval or 1) == 0
@@ -120,22 +159,9 @@ class Loop:
         dist.all_reduce(late, op=dist.ReduceOp.MAX)
         return bool(late)
 
-    def _save(self) -> None:
-        if self._last_saved == self.state.iteration:
-            return
-        save_state(
-            self.save_dir,
-            self.state,
-            self.step,
-            self.mesh,
-            self.config,
-            self.manifest_sha256,
-            self.shape.vocab_size,
-        )
-        self._last_saved = self.state.iteration
-
     def _iteration(self) -> IterationMetrics:
         state, seed = self.state, self.config.training.seed
+        self.watch.place = f"iteration {state.iteration + 1}"
         began = time.perf_counter()
         batch_size = self.batches.batch_size(state.consumed_samples)
         learning_rate = self.schedule.learning_rate(state.consumed_samples)
@@ -153,6 +179,8 @@ class Loop:
         ends = state.iteration == self.total_iterations
         evaluates = ends or self._due(self.config.training.eval_interval)
         valid_loss = self._evaluate() if evaluates else None
+        if valid_loss is not None and not self._signal:
+            self._signal = self._agree_on_signal()  # an evaluation may be as long as many steps
         tokens = batch_size * self.shape.seq_length
         rate = tokens / seconds
         tflops = rate * self._flops_per_token / self.mesh.world.size / 1e12
@@ -179,19 +207,25 @@ class Loop:
         )
 
     def _over_ranks(self) -> tuple[dict[str, dict[str, int]], dict[str, int], int]:
-        """Traffic and peak memory of all ranks, by one gather that is itself not counted."""
+        """Traffic and peak memory of all ranks, by one gather that is itself not counted.
+
+        Signals travel with it: all ranks learn of one at the same iteration, at no cost.
+        """
         device = self.mesh.world.device
-        counters = [*self.mesh.traffic.drain(), memory_peak_bytes(device)]
+        drained = self.mesh.traffic.drain()
+        counters = [*drained, memory_peak_bytes(device), self.signals.received]
         mine = torch.tensor(counters, dtype=torch.int64, device=device)
         everyone = [torch.empty_like(mine) for _ in range(self.mesh.world.size)]
         dist.all_gather(everyone, mine)
         table = torch.stack(everyone).cpu()
-        return *summarize(table[:, :-1]), int(table[:, -1].max())
+        self._signal = int(table[:, -1].max())
+        return *summarize(table[:, :-2]), int(table[:, -2].max())
 
     def _evaluate(self) -> float | None:
         if self._valid_loader is None:
             return None
         training = self.config.training
+        self.watch.place = f"the evaluation after iteration {self.state.iteration}"
         loss = validation_loss(
             self.step.model,
             self._valid_loader,

@@ -1,6 +1,7 @@
 """One training run, from a checked configuration to the last checkpoint."""
 
 import random
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ from megafp8.config.hardware import PrecisionChoice
 from megafp8.data.loader import Datasets, build_datasets
 from megafp8.data.tokenizers import build_tokenizer, resolve_vocab_size
 from megafp8.errors import DataError, PrecisionError
-from megafp8.layers.choice import choose_backend
+from megafp8.layers.choice import choose_backend, close_backend
 from megafp8.log import get_logger
 from megafp8.model import Model, build_model
 from megafp8.numerics import Recipe, recipe_hardware
 from megafp8.parallel import Mesh, build_mesh, start, stop
-from megafp8.precision import PrecisionPlan, build_plan, recipe_from_config
+from megafp8.parallel.watch import Watch
+from megafp8.precision import AuditLog, PrecisionPlan, build_plan, recipe_from_config
 from megafp8.train.batch_size import BatchSizeSchedule, total_iterations
 from megafp8.train.folders import (
     checkpoint_to_load,
     device_name,
+    hold_save_dir,
     open_run_dir,
     open_save_dir,
     write_records,
@@ -32,8 +35,10 @@ from megafp8.train.loss_scaler import build_loss_scaler
 from megafp8.train.metrics import MetricsWriter, Observer
 from megafp8.train.optimizer import check_optimizer
 from megafp8.train.progress import ProgressBar
+from megafp8.train.saving import RunSaver
 from megafp8.train.schedule import LearningRateSchedule
-from megafp8.train.state import TrainState, load_state
+from megafp8.train.signals import StopSignals
+from megafp8.train.state import Certificate, TrainState, load_run
 from megafp8.train.step import TrainingStep
 from megafp8.train.trackers import build_trackers
 
@@ -41,14 +46,21 @@ log = get_logger(__name__)
 
 
 def run(
-    config: RunConfig, launch: LaunchEnvironment, choice: PrecisionChoice | None = None
-) -> None:
+    config: RunConfig,
+    launch: LaunchEnvironment,
+    signals: StopSignals | None = None,
+    choice: PrecisionChoice | None = None,
+) -> int:
     """Train as configured; every rank calls it.
 
     Args:
         config: resolved and checked (`launch.preflight`).
         launch: this process among all.
+        signals: notes those to this process; None if nothing does.
         choice: what `auto` came to on this rank's device, if it was asked for.
+
+    Returns:
+        The number of the signal that ended the run early, the same on all ranks; 0 if none did.
 
     Raises:
         MegaFP8Error: what the user can mend, on all ranks; data are opened before the process group
@@ -75,12 +87,14 @@ def run(
         config.parallel.distributed_timeout_minutes,
         config.training.deterministic_mode,
     )
-    if choice is not None:
-        check_same_choice(choice)
-    mesh = build_mesh(config.layout(world.size), world)
-    shape = ModelShape.from_config(config, vocab_size)
-    _train(config, shape, mesh, datasets, choice)
-    stop()
+    with Watch(world.rank, world.size) as watch:
+        if choice is not None:
+            check_same_choice(choice)
+        mesh = build_mesh(config.layout(world.size), world)
+        shape = ModelShape.from_config(config, vocab_size)
+        ended_by = _train(config, shape, mesh, datasets, signals or StopSignals(), watch, choice)
+        stop()
+    return ended_by
 
 
 def _train(
@@ -88,63 +102,129 @@ def _train(
     shape: ModelShape,
     mesh: Mesh,
     datasets: Datasets,
+    signals: StopSignals,
+    watch: Watch,
     choice: PrecisionChoice | None,
-) -> None:
+) -> int:
+    source = checkpoint_to_load(config)
+    run_dir = open_run_dir(config)
+    with hold_save_dir(config, run_dir):
+        return _train_in(config, shape, mesh, datasets, signals, watch, run_dir, source, choice)
+
+
+def _train_in(
+    config: RunConfig,
+    shape: ModelShape,
+    mesh: Mesh,
+    datasets: Datasets,
+    signals: StopSignals,
+    watch: Watch,
+    run_dir: Path,
+    source: Path | None,
+    choice: PrecisionChoice | None,
+) -> int:
+    """Train in folders that are this job's alone."""
     _seed_default_generators(config.training.seed)
     plan = build_plan(config, shape, mesh.layout)
     recipe = recipe_from_config(config)
     if recipe is not None:
         _check_fp8_device(config, recipe, mesh)
-    source = checkpoint_to_load(config)
-    run_dir = open_run_dir(config)
     model = build_model(config, shape, plan, recipe, mesh)
     scaler = build_loss_scaler(config.precision)
     step = TrainingStep(config, model, mesh, scaler)
-    state = load_state(source, step, config, scaler) if source is not None else TrainState()
+    state, certificate = TrainState(), None
+    if source is not None:
+        state, certificate = load_run(source, step, config, scaler)
     save_dir = open_save_dir(config, run_dir, fresh=state.iteration == 0)
     backend = model.backend.record()
     manifest = write_records(config, plan, run_dir, mesh.world.device, backend, choice)
-    rank0 = mesh.world.rank == 0
     batches = BatchSizeSchedule.from_config(config, mesh.layout.dp)
     total = total_iterations(config, batches)
     _announce(config, shape, mesh, plan, model, batches, run_dir)
     if state.iteration >= total:
         log.warning("iteration %d of %d is loaded: nothing to train", state.iteration, total)
+    with closing(AuditLog(run_dir, enabled=mesh.world.rank == 0)) as audit:
+        if certificate is not None:
+            _note_resume(audit, state, certificate, manifest)
+        saver = RunSaver(
+            config,
+            mesh,
+            step,
+            state,
+            audit,
+            folder=save_dir,
+            newest=source,
+            manifest_sha256=manifest,
+            vocab_size=shape.vocab_size,
+        )
+        signal = Loop(
+            config=config,
+            shape=shape,
+            mesh=mesh,
+            datasets=datasets,
+            step=step,
+            state=state,
+            writer=_open_writer(config, run_dir, mesh, total, state.iteration),
+            batches=batches,
+            schedule=LearningRateSchedule.from_config(config, batches),
+            total_iterations=total,
+            saver=saver,
+            signals=signals,
+            watch=watch,
+            audit=audit,
+        ).run()
+    close_backend(model.backend)
+    how = "stopped" if signal else "done"
+    log.info("%s: iteration %d, run folder %s", how, state.iteration, run_dir)
+    return signal
+
+
+def _open_writer(
+    config: RunConfig, run_dir: Path, mesh: Mesh, total: int, iteration: int
+) -> MetricsWriter:
+    rank0 = mesh.world.rank == 0
     observers: list[Observer] = []
     if rank0:
         observers = [
             *build_trackers(
                 config.logging,
                 run_dir,
-                resumed_iteration=state.iteration,
+                resumed_iteration=iteration,
                 settings=config.to_dict(),
             ),
-            ProgressBar(total, completed=state.iteration),
+            ProgressBar(total, completed=iteration),
         ]
-    writer = MetricsWriter(
+    return MetricsWriter(
         run_dir,
         enabled=rank0,
         total_iterations=total,
         log_interval=config.logging.log_interval,
-        resumed_iteration=state.iteration,
+        resumed_iteration=iteration,
         log_throughput=config.logging.log_throughput,
         observers=observers,
     )
-    Loop(
-        config=config,
-        shape=shape,
-        mesh=mesh,
-        datasets=datasets,
-        step=step,
-        state=state,
-        writer=writer,
-        batches=batches,
-        schedule=LearningRateSchedule.from_config(config, batches),
-        total_iterations=total,
-        save_dir=save_dir,
-        manifest_sha256=manifest,
-    ).run()
-    log.info("done: iteration %d, run folder %s", state.iteration, run_dir)
+
+
+def _note_resume(
+    audit: AuditLog, state: TrainState, certificate: Certificate, manifest: str
+) -> None:
+    """The certificate of what a checkpoint gave to this run."""
+    audit.write(
+        "resume",
+        state.iteration,
+        action="finetune" if state.iteration == 0 else "continue",
+        data_position={"consumed_samples": state.consumed_samples},
+        checkpoint_before=str(certificate.path),
+        more={
+            "layout_before": certificate.layout_before,
+            "layout_after": certificate.layout_after,
+            "tensors": certificate.tensors,
+            "scale_state_sha256": certificate.scale_state_sha256,
+            "scale_state_rule": certificate.scale_state_rule,
+            "manifest_sha256_before": certificate.manifest_sha256,
+            "manifest_sha256_after": manifest,
+        },
+    )
 
 
 def _seed_default_generators(seed: int) -> None:

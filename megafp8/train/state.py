@@ -1,6 +1,7 @@
 """What a checkpoint holds, and how a run is put back to it at any layout."""
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,20 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megafp8.checkpoint import CheckpointRecord, load_tensors, read_record, save_checkpoint
-from megafp8.checkpoint.scale_state import scale_targets, take_scales
+from megafp8.checkpoint import (
+    CheckpointRecord,
+    LoadReport,
+    load_with_report,
+    read_record,
+    save_checkpoint,
+)
+from megafp8.checkpoint.agree import on_all_ranks
+from megafp8.checkpoint.scale_state import (
+    SCALE_PREFIXES,
+    scale_targets,
+    scale_tensors,
+    take_scales,
+)
 from megafp8.config import RunConfig
 from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.errors import CheckpointError
@@ -79,32 +92,35 @@ def state_tensors(step: TrainingStep, optimizer: bool, loading: bool) -> dict[st
     return tensors
 
 
-def save_state(
-    root: Path,
+def layout_record(mesh: Mesh) -> dict[str, Any]:
+    """Parallel sizes as checkpoints and the audit log record them."""
+    layout = mesh.layout
+    return {
+        "world_size": layout.world_size,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "vp": layout.vp,
+        "fsdp": layout.fsdp,
+        "replicate": layout.replicate,
+        "pipeline_schedule": layout.schedule,
+    }
+
+
+def checkpoint_content(
     state: TrainState,
     step: TrainingStep,
     mesh: Mesh,
     config: RunConfig,
     manifest_sha256: str | None,
     vocab_size: int,
-) -> Path:
-    """Write a checkpoint of the run; a collective call."""
+) -> tuple[dict[str, Tensor], CheckpointRecord]:
+    """Return the live tensors and the record of a checkpoint of the run as it is now."""
     tensors = state_tensors(step, not config.checkpoint.no_save_optim, loading=False)
-    if step.model.registry is not None:
-        tensors |= step.model.registry.tensors()
-    layout = mesh.layout
+    tensors |= scale_tensors(step.model.registry, mesh, config.precision.fp8_reduce_amax)
     record = CheckpointRecord(
         iteration=state.iteration,
         config=config.model_dump(mode="json"),
-        layout={
-            "world_size": layout.world_size,
-            "tp": layout.tp,
-            "pp": layout.pp,
-            "vp": layout.vp,
-            "fsdp": layout.fsdp,
-            "replicate": layout.replicate,
-            "pipeline_schedule": layout.schedule,
-        },
+        layout=layout_record(mesh),
         data_position={"consumed_samples": state.consumed_samples},
         manifest_sha256=manifest_sha256,
         state={
@@ -114,6 +130,20 @@ def save_state(
             "vocab_size": vocab_size,
         },
     )
+    return tensors, record
+
+
+def save_state(
+    root: Path,
+    state: TrainState,
+    step: TrainingStep,
+    mesh: Mesh,
+    config: RunConfig,
+    manifest_sha256: str | None,
+    vocab_size: int,
+) -> Path:
+    """Write a checkpoint of the run and wait for it; a collective call."""
+    tensors, record = checkpoint_content(state, step, mesh, config, manifest_sha256, vocab_size)
     path = save_checkpoint(
         root, state.iteration, tensors, record, keep_last=config.checkpoint.keep_last
     )
@@ -121,7 +151,38 @@ def save_state(
     return path
 
 
+@dataclass(frozen=True)
+class Certificate:
+    """What a run that goes on from a checkpoint was given by it.
+
+    Attributes:
+        path: The checkpoint.
+        layout_before, layout_after: Parallel sizes of the run that saved and of this one.
+        tensors: loaded, and of these remapped (cut otherwise than saved); defaulted (absent, so
+            that their initial value stands); dropped (stored and not used).
+        scale_state_sha256: Of all FP8 scale state after loading; None without FP8.
+        manifest_sha256: Of the precision manifest that the checkpoint was made under.
+        scale_state_rule: What was done to scales that differ between ranks, in words; None where
+            none do.
+    """
+
+    path: Path
+    layout_before: dict[str, Any]
+    layout_after: dict[str, Any]
+    tensors: dict[str, int]
+    scale_state_sha256: str | None
+    manifest_sha256: str | None
+    scale_state_rule: str | None
+
+
 def load_state(path: Path, step: TrainingStep, config: RunConfig, scaler: LossScaler) -> TrainState:
+    """`load_run` without its certificate."""
+    return load_run(path, step, config, scaler)[0]
+
+
+def load_run(
+    path: Path, step: TrainingStep, config: RunConfig, scaler: LossScaler
+) -> tuple[TrainState, Certificate]:
     """Put weights, optimizer, scales and position back; a collective call at any layout.
 
     Raises:
@@ -134,30 +195,74 @@ def load_state(path: Path, step: TrainingStep, config: RunConfig, scaler: LossSc
     check_same_run(path, record, config)
     tensors = state_tensors(step, with_optimizer, loading=True)
     registry = step.model.registry
-    scales = scale_targets(registry, record)
-    missing = load_tensors(path, tensors | scales, _optional(with_optimizer))
+    reduced = config.precision.fp8_reduce_amax
+    scales = scale_targets(registry, record, step.mesh, reduced)
+    report = load_with_report(path, tensors | scales, _optional(with_optimizer))
     _copy_tied(step, with_optimizer)
-    take_scales(registry, scales, missing, path)
+    rule = take_scales(registry, scales, report.absent, path, step.mesh, reduced)
+    certificate = _certify(path, record, step, report, rule)
     if checkpoint.finetune:
         log.info("loaded the weights of %s; training starts at iteration 0 (--finetune)", path)
-        return TrainState()
+        return TrainState(), certificate
     scaler.load_state_dict(record.state.get("loss_scaler", {}))
     try:
         consumed = int(record.data_position["consumed_samples"])
     except KeyError:
         raise CheckpointError(f"{path}: megafp8.json holds no data position") from None
     log.info("loaded %s: iteration %d, %d samples consumed", path, record.iteration, consumed)
-    return TrainState(
+    if any(reduction.error_feedback for reduction in step.model.fp8_reductions):
+        # As large as the unsharded gradients and different on every rank: not worth its bytes.
+        log.info(
+            "--fp8-grad-error-feedback starts from zero: checkpoints do not hold what the casts of "
+            "gradients lost, so the next iterations differ in rounding from an uninterrupted run"
+        )
+    state = TrainState(
         iteration=record.iteration,
         consumed_samples=consumed,
         skipped_iterations=int(record.state.get("skipped_iterations", 0)),
         nan_iterations=int(record.state.get("nan_iterations", 0)),
     )
+    return state, certificate
+
+
+def _certify(
+    path: Path,
+    record: CheckpointRecord,
+    step: TrainingStep,
+    report: LoadReport,
+    rule: str | None,
+) -> Certificate:
+    registry = step.model.registry
+    state = {} if registry is None else registry.tensors()
+    parts = on_all_ranks("hashing the scale state", lambda: _digests(state), None)
+    # Ranks of one stage hold the same entries: a set keeps each once, and keeps any that differ.
+    lines = sorted({f"{name} {value}" for part in parts for name, value in part.items()})
+    return Certificate(
+        path=path,
+        layout_before=record.layout,
+        layout_after=layout_record(step.mesh),
+        tensors={
+            "loaded": report.loaded,
+            "remapped": report.remapped,
+            "defaulted": len(report.absent),
+            "dropped": len(report.dropped),
+        },
+        scale_state_sha256=hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else None,
+        manifest_sha256=record.manifest_sha256,
+        scale_state_rule=rule,
+    )
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+        for name, tensor in tensors.items()
+    }
 
 
 def _optional(with_optimizer: bool) -> Callable[[str], bool]:
     """Scale state may be absent or unwanted; optimizer state is unwanted if it is not loaded."""
-    prefixes = ("fp8.",) if with_optimizer else ("fp8.", "optimizer.")
+    prefixes = SCALE_PREFIXES if with_optimizer else (*SCALE_PREFIXES, "optimizer.")
     return lambda name: name.startswith(prefixes)
 
 

@@ -56,6 +56,9 @@ class TrainingStep:
         self.bad_steps_in_a_row = 0
         self._bad_before: Tensor | None = None
         self._fp8_weights = _fp8_weight_shards(model.registry, self.gradients)
+        self._fp8_weight_indices = torch.tensor(
+            [index for index, _ in self._fp8_weights], dtype=torch.int64, device=mesh.world.device
+        )
 
     def run(
         self, micro_batches: list[dict[str, Tensor]], learning_rate: float, iteration: int
@@ -86,6 +89,8 @@ class TrainingStep:
         skipped = not finite or tokens == 0
         if skipped:
             self._report_skip(iteration, tokens)
+            for reduction in self.model.fp8_reductions:
+                reduction.forget()
         else:
             clip = self.config.optimizer.clip_grad
             clipped = min(1.0, clip / (grad_norm + 1e-6)) if clip > 0 else 1.0
@@ -162,7 +167,22 @@ class TrainingStep:
         registry.update(self._reduce_amax)
 
     def _reduce_amax(self, amax: Tensor) -> None:
-        self.mesh.stage.all_reduce(amax, "amax_all_reduce", dist.ReduceOp.MAX)
+        """Maximum over the ranks that share scales; without sharing, only what has to agree.
+
+        A weight is one tensor for all data-parallel ranks, of which each holds a shard: its scale
+        has to cover the whole in any case. So with `--no-fp8-reduce-amax` weights still agree over
+        data parallel, and ranks of a tensor-parallel group, which hold different parts, do not.
+        """
+        if self.config.precision.fp8_reduce_amax:
+            self.mesh.stage.all_reduce(amax, "amax_all_reduce", dist.ReduceOp.MAX)
+            return
+        weights = self._fp8_weight_indices
+        if len(weights):
+            # A row for each tp rank: one reduction over the stage's group, which is there already.
+            rows = amax.new_zeros(self.mesh.layout.tp, len(weights))
+            rows[self.mesh.tp_rank] = amax[weights]
+            self.mesh.stage.all_reduce(rows, "amax_all_reduce", dist.ReduceOp.MAX)
+            amax[weights] = rows[self.mesh.tp_rank]
 
     def _report_skip(self, iteration: int, tokens: float) -> None:
         """Rank 0 names the parameters and ranks at fault. Rare, so object collectives are fine."""

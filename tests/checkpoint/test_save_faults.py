@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 import megafp8.checkpoint.save as save_module
 from megafp8.checkpoint import find_checkpoint, load_tensors, read_record, save_checkpoint
+from megafp8.checkpoint.writing import ShardWriter, _ChecksumStream
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import record
 from tests.support.ranks import Ranks
@@ -93,7 +94,8 @@ STEPS: list[tuple[Any, str]] = [
     (os, "rename"),
     (os, "replace"),
     (shutil, "rmtree"),
-    (save_module, "crc32_of"),
+    (ShardWriter, "write_data"),
+    (ShardWriter, "finish"),
 ]
 
 
@@ -127,7 +129,7 @@ def test_killed_at_any_step(tmp_path: Path, again: bool) -> None:
         save_checkpoint(root, 5, model(5.0), record(5))
         steps = interrupt(monkeypatch, -1, after=False)
         save_checkpoint(root, iteration, model(10.0), record(iteration))
-    assert {"mkdir", "fsync", "rename", "replace", "crc32_of"} <= set(steps)
+    assert {"mkdir", "fsync", "rename", "replace", "write_data", "finish"} <= set(steps)
     assert steps.index("rename") < len(steps) - 1 - steps[::-1].index("replace")
     found = []
     for number in range(len(steps)):
@@ -232,7 +234,9 @@ def save_failing(root: str, where: str, rank: int) -> str:
             elif where == "dtype":
                 tensors["a"] = tensors["a"].bfloat16()
             elif where == "write":
-                monkeypatch.setattr(save_module._Writer, "write_data", fail)
+                monkeypatch.setattr(ShardWriter, "write_data", fail)
+            elif where == "sum":
+                monkeypatch.setattr(_ChecksumStream, "entry", fail)
             else:
                 monkeypatch.setattr(save_module, where, fail)
         with pytest.raises(CheckpointError) as raised:
@@ -249,7 +253,7 @@ def save_failing(root: str, where: str, rank: int) -> str:
         ("write", 1, "rank 1: OSError: [Errno 28] No space left on device"),
         ("write", 0, "rank 0: OSError: [Errno 28] No space left on device"),
         ("_make_temporary", 0, "rank 0: OSError: [Errno 28]"),
-        ("crc32_of", 1, "rank 1: OSError: [Errno 28]"),
+        ("sum", 1, "rank 1: OSError: [Errno 28]"),
         ("sync_directory", 0, "rank 0: OSError: [Errno 28]"),
         ("write_atomically", 0, "rank 0: OSError: [Errno 28]"),
     ],

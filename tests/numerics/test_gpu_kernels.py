@@ -70,20 +70,24 @@ def test_a_linear_waits_for_nothing() -> None:
         pytest.skip(fp8_hardware("cuda")[1])
     from megafp8.layers.native.casting import DelayedCasts
     from megafp8.numerics import Recipe, ScaleRegistry, dgrad, fprop, wgrad
+    from megafp8.parallel.collectives import CommGroup
+    from megafp8.parallel.traffic import Traffic
 
     registry = ScaleRegistry(Recipe())
     index = {role: registry.register("layer", role) for role in ("input", "weight", "grad_output")}
     registry.finalize("cuda")
-    cast = DelayedCasts(registry, registry.recipe, index, choose_kernels("auto", "cuda"))
+    cast = DelayedCasts(
+        registry, registry.recipe, index, choose_kernels("auto", "cuda"), CommGroup(None, Traffic())
+    )
     x, w, dy = (
         torch.randn(shape, device="cuda").bfloat16() for shape in ((64, 32), (48, 32), (64, 48))
     )
 
     def step() -> None:
-        x8 = cast("input", x, record=x, columns=True)
-        w8 = cast("weight", w, columns=True)
+        x8 = cast("input", x, columns=True)
+        w8 = cast("weight", w, record=False, columns=True)
         fprop(x8, w8)
-        dy8 = cast("grad_output", dy, record=dy, columns=True)
+        dy8 = cast("grad_output", dy, columns=True)
         dgrad(dy8, w8)
         wgrad(dy8, x8, torch.float32)
 

@@ -205,11 +205,63 @@ def test_without_fp8(flags: str, precision: str, reason: str) -> None:
             2,
             "again in bf16 for weight gradients",
         ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --fp8-tp-comm all",
+            2,
+            "(1 byte a value), reduce-scatter in FP8 (a scale every 256 values, summed in fp32)",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --fp8-tp-comm all --no-fp8-wgrad",
+            2,
+            "of output gradients in bf16; reduce-scatter in FP8",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --fp8-tp-comm all",
+            2,
+            "--fp8-tp-comm all has nothing to gather",
+        ),
     ],
 )
 def test_what_tensor_parallel_traffic_comes_to(text: str, world_size: int, fragment: str) -> None:
     plan = plan_of(preset("parity", text), world_size)
     assert fragment in plan.tp_communication and fragment in plan.render()
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "wanted"),
+    [
+        ("", 1, "nothing is sharded, fsdp size is 1"),
+        (
+            "--fp8-param-gather --fp8-grad-reduce",
+            1,
+            "nothing is sharded, fsdp size is 1; FP8 weights are cast from the fp32 masters "
+            "(--fp8-param-gather); --fp8-grad-reduce has nothing to reduce",
+        ),
+        ("", 2, "parameters gathered in bf16; gradients reduced in fp32"),
+        (
+            "--fp8-format none --fp8-param-gather --fp8-grad-reduce",
+            2,
+            "parameters gathered in bf16; gradients reduced in fp32",
+        ),
+        (
+            "--fp8-param-gather",
+            2,
+            "weights of FP8 linears gathered in FP8 (1 byte a value), others in bf16; gradients "
+            "reduced in fp32",
+        ),
+        (
+            "--fp8-grad-reduce --fp8-grad-error-feedback --fsdp-size 2",
+            4,
+            "parameters gathered in bf16; gradients of blocks reduced in FP8 (a scale every 256 "
+            "values, summed in fp32, losses carried over), others in fp32, all-reduced over "
+            "replicas in fp32",
+        ),
+    ],
+)
+def test_what_data_parallel_traffic_comes_to(text: str, world_size: int, wanted: str) -> None:
+    plan = plan_of(preset("parity", text), world_size)
+    assert plan.dp_communication == wanted == plan.as_dict()["dp_communication"]
+    assert f"data-parallel traffic: {wanted}" in plan.render()
 
 
 def test_what_stays_high_is_listed_with_reasons() -> None:

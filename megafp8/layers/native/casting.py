@@ -48,7 +48,7 @@ class DelayedCasts:
         self,
         role: Role,
         x: Tensor,
-        record: Tensor | None = None,
+        record: bool = True,
         rows: bool = True,
         columns: bool = False,
         shared: bool = False,
@@ -58,7 +58,7 @@ class DelayedCasts:
         Args:
             role: of x.
             x: in high precision.
-            record: tensor whose amax is recorded: x itself, this rank's part of it, or None.
+            record: whether the amax of x is recorded (nothing is while the registry pauses).
             rows: codes as x lies are wanted (fprop's x and w, dgrad's dy).
             columns: a transposed copy is wanted (dgrad's w, wgrad's dy and x). Without fused
                 kernels there is none, and products that want one make it.
@@ -67,20 +67,14 @@ class DelayedCasts:
         """
         index, fmt = self.index[role], self.recipe.format(role)
         scale, scale_inv = self.registry.scale_of(index), self.registry.scale_inv_of(index)
-        if not self.registry.recording:
-            record = None
         if not self.kernels.fused:
-            if record is not None:
-                self.registry.record(index, compute_amax(record))
+            if record and self.registry.recording:
+                self.registry.record(index, compute_amax(x))
             return QuantizedTensor(quantize(x, scale, fmt), scale_inv, fmt)
         # Imported here: it imports Triton.
-        from megafp8.numerics.kernels.cast import cast, record_amax
+        from megafp8.numerics.kernels.cast import cast
 
-        pending = self.registry.pending_of(index) if record is not None else None
-        if record is not None and record is not x:
-            assert pending is not None
-            record_amax(record, pending)
-            pending = None
+        pending = self._pending(index) if record else None
         codes, transposed = cast(x, scale, fmt, amax=pending, codes=rows, transposed=columns)
         return _operand(codes, transposed, scale_inv, fmt)
 
@@ -133,12 +127,12 @@ class TensorwiseCasts(DelayedCasts):
         self,
         role: Role,
         x: Tensor,
-        record: Tensor | None = None,
+        record: bool = True,
         rows: bool = True,
         columns: bool = False,
         shared: bool = False,
     ) -> QuantizedTensor:
-        """Cast x [m, k]; `record` says whether, its own amax is what is recorded."""
+        """Cast x [m, k], as `DelayedCasts` does."""
         if self.kernels.fused:
             from megafp8.numerics.kernels.cast import cast, record_amax
 
@@ -146,7 +140,7 @@ class TensorwiseCasts(DelayedCasts):
             record_amax(x, amax)
         else:
             amax = compute_amax(x)
-        if record is not None and self.registry.recording:
+        if record and self.registry.recording:
             self.registry.record(self.index[role], amax)
         if shared:
             # A MAX reduction may lose NaN; inf gives the same scale.

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from megafp8.layers.native.casting import for_wgrad
-from megafp8.layers.native.linear import Fp8Linear, as_gradient
+from megafp8.layers.native.linear import Fp8Linear
 from megafp8.layers.native.operands import Fp8Operands
 from megafp8.numerics import QuantizedTensor
 from megafp8.parallel.collectives import LINEAR_KINDS
@@ -82,13 +82,13 @@ class _FusedMlpFunction(Function):
         a8 = fc2.operands.unpack("input", [a_data], ctx.rests[1])
         _, dy8 = fc2.operands.enter("grad_output", grad.reshape(-1, grad.shape[-1]), False)
         da = fc2.operands.dgrad(dy8, weight2)  # [m, f]
-        dw2 = fc2.emit(ctx.weights[1], _wgrad(fc2, ctx.weights[1], dy8, a8))
+        dw2 = fc2.emit(ctx.weights[1], _wgrad(fc2, dy8, a8))
         dh8 = fc1.operands.cast.swiglu_backward(da, h)
         dx, work = None, None
         if ctx.needs_input_grad[0]:
             dx = fc1.operands.dgrad(dh8, weight1)
             dx, work = fc1.reduce(dx, LINEAR_KINDS[1], async_op=True)
-        dw1 = fc1.emit(ctx.weights[0], _wgrad(fc1, ctx.weights[0], dh8, x8))
+        dw1 = fc1.emit(ctx.weights[0], _wgrad(fc1, dh8, x8))
         if work is not None:
             work.wait()
         if dx is not None:
@@ -96,7 +96,5 @@ class _FusedMlpFunction(Function):
         return dx, dw1, dw2, None, None
 
 
-def _wgrad(
-    layer: Fp8Linear, weight: DTensor, dy: QuantizedTensor, x: QuantizedTensor
-) -> Callable[[], DTensor]:
-    return lambda: as_gradient(layer.operands.wgrad(dy, x), weight)
+def _wgrad(layer: Fp8Linear, dy: QuantizedTensor, x: QuantizedTensor) -> Callable[[], Tensor]:
+    return lambda: layer.operands.wgrad(dy, x)

@@ -74,7 +74,24 @@ class GranularOperands:
         return describe(self.recipe, unit)
 
     def _cast(self, role: Role, x: Tensor, block: tuple[int, int]) -> QuantizedTensor:
-        cast, amax = quantize_blocks(x, block, self.recipe.format(role), self.recipe)
+        fmt, recipe = self.recipe.format(role), self.recipe
+        if self.kernels.fused and x.numel():
+            # Imported here: it imports Triton.
+            from megafp8.numerics.kernels.blocks import cast_blocks
+
+            # Along tokens wgrad (and dgrad of a weight) wants the transposed codes, unless they
+            # are gathered first.
+            columns = block[0] > block[1] and self.tp.size == 1
+            cast, amax = cast_blocks(
+                x,
+                block,
+                fmt,
+                mx=recipe.name == "mxfp8",
+                power_of_2=recipe.power_of_2_scales,
+                transposed=columns,
+            )
+        else:
+            cast, amax = quantize_blocks(x, block, fmt, recipe)
         if self.registry.recording:
             self.registry.record(self.index[role], amax)
         return cast

@@ -14,13 +14,13 @@ Communication with sequence parallelism (s split over tp outside the tensor-para
 and without it: column-parallel all-reduces dx in backward, row-parallel all-reduces y in forward.
 FP8 operands are gathered as their one-byte payload. With one scale a tensor all ranks have the
 same, and dy is quantized once for dgrad and wgrad; with scales for rows or blocks these travel too.
+With `--fp8-tp-comm all` the reduce-scatters of FP8 linears are FP8 too, with scales of their own.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -33,8 +33,10 @@ from megafp8.layers.native.operands import (
     Operands,
     TensorwiseOperands,
 )
-from megafp8.layers.parameters import local
-from megafp8.parallel.collectives import LINEAR_KINDS
+from megafp8.layers.parameters import accumulate_gradient, gradient_like, local
+from megafp8.numerics import E4M3, Fp8Format
+from megafp8.parallel.collectives import LINEAR_KINDS, Pending
+from megafp8.parallel.fp8_weights import WeightCast
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -77,12 +79,11 @@ class _LinearFunction(torch.autograd.Function):
             if layer.options.mode == "column":
                 dx, work = layer.reduce(dx, LINEAR_KINDS[1], async_op=True)
 
-        def weight_gradient() -> DTensor:
+        def weight_gradient() -> Tensor:
             x = x_early
             if x is None:
                 x = operands.gather_again(x_saved, layer.gathers_input)
-            dw = operands.wgrad(dy_wgrad, x)  # [n, m] @ [m, k] -> [n, k]
-            return as_gradient(dw, ctx.weight)
+            return operands.wgrad(dy_wgrad, x)  # [n, m] @ [m, k] -> [n, k]
 
         dw = layer.emit(ctx.weight, weight_gradient) if ctx.needs_input_grad[1] else None
         if work is not None:
@@ -92,22 +93,11 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, None
 
 
-def as_gradient(mine: Tensor, weight: DTensor) -> DTensor:
-    """This rank's gradient [n, k] as a DTensor placed like the weight (maybe [2, n/2, k])."""
-    return DTensor.from_local(
-        mine.view(weight.to_local().shape),
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
-
-
 class _TensorParallelLinear(nn.Module):
     """What both precisions share: parameters, bias, communication by mode."""
 
     operands: Operands
+    reduce_format: Fp8Format | None = None  # of reduce-scatters, else the compute dtype
 
     def __init__(self, context: LayerContext, options: LinearOptions) -> None:
         super().__init__()
@@ -122,27 +112,22 @@ class _TensorParallelLinear(nn.Module):
 
     def reduce(
         self, partial: Tensor, kind: str, async_op: bool = False
-    ) -> tuple[Tensor, dist.Work | None]:
+    ) -> tuple[Tensor, Pending | None]:
         """Sum over tp: to this rank's tokens with sequence parallelism, else to all ranks."""
+        if self.sequence_parallel and self.reduce_format is not None:
+            return self.tp.reduce_scatter_fp8(partial, kind, self.reduce_format, async_op)
         if self.sequence_parallel:
             return self.tp.reduce_scatter(partial, kind, async_op)
         return partial, self.tp.all_reduce(partial, "tp_all_reduce", async_op=async_op)
 
-    def emit(self, weight: DTensor, compute: Callable[[], DTensor]) -> DTensor | None:
+    def emit(self, weight: DTensor, compute: Callable[[], Tensor]) -> DTensor | None:
         """The weight gradient now, or queued for the W slot of a zero-bubble schedule."""
         if self.deferred is None:
-            return compute()
+            return gradient_like(compute(), weight)
 
         @torch.no_grad()
         def accumulate() -> None:
-            gradient = compute()
-            # fp32, since several W slots may add up before FSDP2 takes the gradient over.
-            if weight.grad_dtype != torch.float32:
-                weight.grad_dtype = torch.float32
-            if weight.grad is None:
-                weight.grad = gradient.float()
-            else:
-                local(weight.grad).add_(gradient.to_local())
+            accumulate_gradient(weight, compute())
 
         self.deferred.queue.append(accumulate)
         return None
@@ -185,7 +170,13 @@ FP8_OPERANDS: dict[str, type[Fp8Operands] | type[GranularOperands]] = {
 
 
 class Fp8Linear(_TensorParallelLinear):
-    """A linear whose three GEMMs run in FP8, by the recipe's operands."""
+    """A linear whose three GEMMs run in FP8, by the recipe's operands.
+
+    Attributes:
+        weight_cast: how FSDP gathers the weight as FP8 codes; None if it gathers the compute dtype.
+    """
+
+    weight_cast: WeightCast | None = None
 
     def __init__(self, context: LayerContext, options: LinearOptions) -> None:
         super().__init__(context, options)
@@ -200,3 +191,8 @@ class Fp8Linear(_TensorParallelLinear):
             kernels=context.kernels,
             wgrad_dtype=torch.float32 if context.fp32_wgrad else context.compute_dtype,
         )
+        if context.fp8_reduce:
+            self.reduce_format = E4M3
+        if context.fp8_param_gather:
+            index = context.registry.index_of(options.name, "weight")
+            self.weight_cast = WeightCast(context.registry, index)

@@ -25,6 +25,7 @@ from megafp8.numerics import (
 from megafp8.numerics.granular import Axis
 from megafp8.numerics.kernels import EAGER, KernelChoice
 from megafp8.parallel.collectives import LINEAR_KINDS, CommGroup
+from megafp8.parallel.fp8_weights import Fp8Weight
 
 WeightUse = Literal["fprop", "dgrad"]
 
@@ -167,13 +168,14 @@ class Fp8Operands:
         """
         if not self.fp8_wgrad and role == "grad_output":
             whole = self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
-            return whole, self.cast(role, whole, record=x)
+            return whole, self.cast(role, whole)
         if gather and not self.fp8_gather:
+            # The amax is that of what is cast: other ranks' tokens too, whose amaxes a rank with
+            # scales of its own would not learn otherwise.
             whole = self.tp.all_gather(x, LINEAR_KINDS[0])
-            full = self.cast(role, whole, record=x, columns=self.fp8_wgrad)
+            full = self.cast(role, whole, columns=self.fp8_wgrad)
             return (for_wgrad(full) if self.fp8_wgrad else x), full
-        columns = self.fp8_wgrad and not gather
-        local = self.cast(role, x, record=x, columns=columns, shared=gather)
+        local = self.cast(role, x, columns=self.fp8_wgrad and not gather, shared=gather)
         if role == "grad_output":
             full = self._gather(local, columns=True) if gather else local
             return full, full
@@ -203,13 +205,12 @@ class Fp8Operands:
         if self.keeps_weight and self._cached is not None and self._cached[0] == version:
             return self._cached[1]
         # A kept cast brings a transposed copy for dgrad along; else each use makes what it needs.
-        cast = self.cast(
-            "weight",
-            w,
-            record=w if self.recipe.weight_amax == "cast" or not self.recipe.stateful else None,
-            rows=self.keeps_weight or use == "fprop",
-            columns=self.keeps_weight or use == "dgrad",
-        )
+        rows, columns = self.keeps_weight or use == "fprop", self.keeps_weight or use == "dgrad"
+        if isinstance(w, Fp8Weight):  # gathered as codes
+            cast = self.cast.with_columns(w.quantized()) if columns else w.quantized()
+        else:
+            observed = self.recipe.weight_amax == "cast" or not self.recipe.stateful
+            cast = self.cast("weight", w, record=observed, rows=rows, columns=columns)
         if self.keeps_weight:
             cast = replace(cast, scale_inv=cast.scale_inv.clone())
             keep_decoded(cast)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 from transformer_engine.pytorch.module import base as te_base
+from transformer_engine.pytorch.module import layernorm_linear as te_layernorm_linear
 from transformer_engine.pytorch.module import linear as te_linear
 
 from megafp8.parallel.collectives import LINEAR_KINDS, CommGroup
@@ -15,7 +16,7 @@ _COUNTED: dict[dist.ProcessGroup, CommGroup] = {}
 def count_traffic(group: CommGroup) -> None:
     """Count what TE's linears send over `group` from now on.
 
-    TE has no hook for it, so the three functions through which its linear communicates are wrapped
+    TE has no hook for it, so the three functions through which its linears communicate are wrapped
     in the modules that use them, once per process. Groups that were not named here pass through.
     The count is of the tensors that travel: codes where they are FP8.
     """
@@ -23,7 +24,7 @@ def count_traffic(group: CommGroup) -> None:
         return
     _COUNTED.clear()  # one grid at a time; a former one's groups are gone
     _COUNTED[group.process_group] = group
-    for module in (te_base, te_linear):
+    for module in (te_base, te_linear, te_layernorm_linear):
         for name, wrap in _WRAPPERS.items():
             function = getattr(module, name, None)
             if function is not None and not hasattr(function, "megafp8_counted"):

@@ -1,0 +1,218 @@
+"""A folder of checkpoints belongs to one job at a time.
+
+The lock is a file made exclusively, since advisory locks do not reach other hosts on every shared
+file system. It names its owner. An owner that was killed leaves it behind, so whoever finds it asks
+whether the owner lives: on the owner's own host by process id and start time, from elsewhere by a
+counter in the file that the owner raises, read again until it has moved or stood still for long.
+"""
+
+import errno
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from megafp8.errors import CheckpointError
+from megafp8.log import get_logger
+
+_logger = get_logger(__name__)
+
+LOCK_NAME = ".lock"
+
+
+class FolderLock:
+    """Holds `.lock` in a folder from `acquire` to `release`, or to the end of the process.
+
+    Args:
+        folder: What is locked; it must exist.
+        beat: Seconds between two signs of life.
+        stale: Seconds without one after which an owner on another host counts as dead.
+    """
+
+    def __init__(self, folder: Path, beat: float = 5.0, stale: float = 30.0) -> None:
+        assert 0 < beat < stale, (beat, stale)
+        self.path = Path(folder).absolute() / LOCK_NAME
+        self.beat = beat
+        self.stale = stale
+        self._token = os.urandom(8).hex()
+        self._count = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self) -> None:
+        """Take the lock; waits up to `stale` seconds where the owner is on another host.
+
+        Raises:
+            CheckpointError: a living job has it; names the job.
+        """
+        while not self._create():
+            owner = self._read()
+            if owner is None:
+                continue  # released in between
+            alive = self._owner_lives(owner)
+            if alive:
+                raise CheckpointError(
+                    f"{self.path.parent} is in use by another job (process {owner.get('pid')} on "
+                    f"{owner.get('host')}, since {owner.get('since')}); give another --save, or "
+                    f"end that job first"
+                )
+            _logger.warning(
+                "%s was left by process %s on %s, which is gone: taking it over",
+                self.path,
+                owner.get("pid"),
+                owner.get("host"),
+            )
+            self._remove_stale(owner)
+        self._thread = threading.Thread(target=self._keep_alive, name="lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Give the lock back; a second call, or one without the lock, does nothing."""
+        if self._thread is None:
+            return
+        self._stop.set()
+        self._thread.join()
+        self._thread = None
+        owner = self._read()
+        if owner is not None and owner.get("token") == self._token:
+            self.path.unlink(missing_ok=True)
+
+    def _content(self) -> str:
+        return json.dumps(
+            {
+                "token": self._token,
+                "host": _host(),
+                "pid": os.getpid(),
+                "started": _start_time(os.getpid()),
+                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+                "beat": self._count,
+            }
+        )
+
+    def _create(self) -> bool:
+        """Make the file with its content in one step, so that no reader finds it empty."""
+        draft = self.path.with_name(f"{LOCK_NAME}.{self._token}.tmp")
+        try:
+            draft.write_text(self._content(), encoding="utf-8")
+            try:
+                os.link(draft, self.path)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+                return self._create_without_links()
+        finally:
+            draft.unlink(missing_ok=True)
+        return True
+
+    def _create_without_links(self) -> bool:
+        """As `_create` where the file system has no hard links."""
+        try:
+            with self.path.open("x", encoding="utf-8") as file:
+                file.write(self._content())
+        except FileExistsError:
+            return False
+        return True
+
+    def _read(self) -> dict[str, Any] | None:
+        """Return the owner, None if there is no lock; a damaged file is an owner without a name."""
+        try:
+            owner = json.loads(self.path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            return {}
+        return owner if isinstance(owner, dict) else {}
+
+    def _owner_lives(self, owner: dict[str, Any]) -> bool:
+        if owner.get("host") == _host() and isinstance(owner.get("pid"), int):
+            return _start_time(owner["pid"]) == owner.get("started")
+        _logger.info(
+            "%s is held by process %s on %s: waiting up to %g s for a sign of life",
+            self.path,
+            owner.get("pid"),
+            owner.get("host"),
+            self.stale,
+        )
+        limit = time.monotonic() + self.stale
+        while time.monotonic() < limit:
+            time.sleep(min(self.beat, self.stale) / 5)
+            now = self._read()
+            if now is None:
+                return False
+            if now != owner:
+                return True
+        return False
+
+    def _remove_stale(self, owner: dict[str, Any]) -> None:
+        """Take a dead owner's file away, and only that: another job may have been quicker."""
+        aside = self.path.with_name(f"{LOCK_NAME}.{self._token}.stale")
+        try:
+            os.rename(self.path, aside)
+        except FileNotFoundError:
+            return
+        try:
+            taken = json.loads(aside.read_text(encoding="utf-8"))
+        except ValueError:
+            taken = {}
+        if taken != owner:
+            # It was the quicker job's new lock. Give it back; it is never missing for its owner.
+            try:
+                os.link(aside, self.path)
+            except FileExistsError:
+                pass
+        aside.unlink()
+
+    def _keep_alive(self) -> None:
+        while not self._stop.wait(self.beat):
+            self._count += 1
+            owner = self._read()
+            if owner is None or owner.get("token") != self._token:
+                _logger.error(
+                    "%s was taken away from this job (now %s): another job may be writing into %s",
+                    self.path,
+                    owner,
+                    self.path.parent,
+                )
+                return
+            draft = self.path.with_name(f"{LOCK_NAME}.{self._token}.tmp")
+            try:
+                draft.write_text(self._content(), encoding="utf-8")
+                os.replace(draft, self.path)
+            except OSError as error:
+                _logger.warning("%s could not be renewed: %s", self.path, error)
+
+
+def _host() -> str:
+    """Name this host, and the namespace in which its process ids mean something."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = ""
+    return f"{socket.gethostname()} {space}".strip()
+
+
+def _start_time(pid: int) -> str | None:
+    """Return when a process of this host started, None if it is gone; tells reused ids apart."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return None
+    except (OSError, UnicodeDecodeError):
+        return None
+    else:
+        # Fields after the parenthesised name, which may hold anything: state is the first of them.
+        fields = text.rpartition(")")[2].split()
+        return None if fields[0] in ("Z", "X") else fields[19]
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return "unknown"

@@ -1,0 +1,131 @@
+"""When a run's checkpoints are written and what happens if one cannot be."""
+
+from datetime import timedelta
+from pathlib import Path
+
+from megafp8.checkpoint import Saver
+from megafp8.config import RunConfig
+from megafp8.errors import CheckpointError, TrainingError
+from megafp8.log import get_logger
+from megafp8.parallel.mesh import Mesh
+from megafp8.precision import AuditLog
+from megafp8.train.state import TrainState, checkpoint_content
+from megafp8.train.step import TrainingStep
+
+log = get_logger(__name__)
+
+# How long a run that fails waits for a save that it had begun, while its ranks still answer.
+ABANDON_SECONDS = 5.0
+
+
+class RunSaver:
+    """Saves one run.
+
+    A save that fails leaves the checkpoints before it, is told in the log and the audit log, and
+    training goes on: stopping would lose what a later save may still keep. A run whose last save
+    failed ends with an error.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        step: TrainingStep,
+        state: TrainState,
+        audit: AuditLog,
+        *,
+        folder: Path,
+        newest: Path | None,
+        manifest_sha256: str | None,
+        vocab_size: int,
+    ) -> None:
+        """Prepare; a collective call.
+
+        Args:
+            config: the run.
+            mesh: of this rank.
+            step: owns model and optimizer.
+            state: position; what is loaded into it counts as saved.
+            audit: where saves and failures are noted.
+            folder: of the checkpoints.
+            newest: the checkpoint that was loaded.
+            manifest_sha256: recorded in checkpoints.
+            vocab_size: recorded in checkpoints.
+        """
+        self.config, self.mesh, self.step, self.state = config, mesh, step, state
+        self.audit, self.folder = audit, folder
+        self.manifest_sha256, self.vocab_size = manifest_sha256, vocab_size
+        # Writing takes longer than a step: a limit that fits collectives must not end it.
+        timeout = mesh.world.timeout
+        limit = None if timeout is None else max(timeout, timedelta(minutes=10))
+        self._saver = Saver(
+            background=config.checkpoint.async_save, timeout=limit, report=self._ended
+        )
+        self._saved = state.iteration
+        self._newest = newest
+        self._positions: dict[int, int] = {}
+
+    def save(self) -> None:
+        """Save the present state, or begin to."""
+        tensors, record = checkpoint_content(
+            self.state, self.step, self.mesh, self.config, self.manifest_sha256, self.vocab_size
+        )
+        self._positions[self.state.iteration] = self.state.consumed_samples
+        self._saver.save(
+            self.folder,
+            self.state.iteration,
+            tensors,
+            record,
+            keep_last=self.config.checkpoint.keep_last,
+        )
+
+    def poll(self) -> None:
+        """Report a save that has ended beside training."""
+        self._saver.poll()
+
+    def finish(self) -> None:
+        """Save the present state unless that is done, and wait.
+
+        Raises:
+            TrainingError: on every rank; it could not be saved.
+        """
+        self._saver.wait()
+        if self._saved != self.state.iteration:
+            self.save()
+            self._saver.wait()
+        error = self._saver.last_error
+        if self._saved != self.state.iteration and error is not None:
+            raise TrainingError(
+                f"iteration {self.state.iteration} is not saved, the last checkpoint is "
+                f"{self._newest or 'none'}: {error}"
+            ) from error
+
+    def abandon(self) -> None:
+        """Give a save in flight a moment to end; for a run that fails."""
+        if not self._saver.wait(ABANDON_SECONDS):
+            log.error("the save in flight is given up; its directory is removed by the next run")
+
+    def _ended(self, iteration: int, path: Path | None, error: CheckpointError | None) -> None:
+        position = {"consumed_samples": self._positions.pop(iteration)}
+        before = None if self._newest is None else str(self._newest)
+        if path is not None:
+            self._saved, self._newest = iteration, path
+            log.info("saved %s", path)
+            self.audit.write(
+                "save",
+                iteration,
+                data_position=position,
+                checkpoint_before=before,
+                checkpoint_after=str(path),
+            )
+            return
+        log.warning("SAVE FAILED at iteration %d, training goes on: %s", iteration, error)
+        self.audit.write(
+            "save_failed",
+            iteration,
+            level="error",
+            action="continue",
+            data_position=position,
+            checkpoint_before=before,
+            reason=str(error),
+        )
