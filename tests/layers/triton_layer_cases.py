@@ -10,6 +10,8 @@ from megafp8.layers.mlp import Mlp
 from megafp8.layers.native import NativeBackend
 from megafp8.layers.native.linear import Fp8Linear
 from megafp8.numerics import QuantizedTensor
+from megafp8.numerics.kernels import choose_kernels
+from tests.layers import test_fp8_recipes as recipes
 from tests.layers.test_fp8_linear import make_linear, problem
 from tests.model.small import (
     FP8,
@@ -33,8 +35,6 @@ def linear_results(kernels: str, **options: Any) -> dict[str, Tensor]:
     linear, context = make_linear(**options)
     assert isinstance(linear, Fp8Linear) and context.registry is not None
     if kernels == "triton":
-        from megafp8.numerics.kernels import choose_kernels
-
         linear.operands.cast.kernels = choose_kernels("triton", "cpu")
     x, dy = problem()
     leaf = x.clone().requires_grad_(True)
@@ -57,8 +57,6 @@ def test_linear_is_the_same_bit_for_bit(cache: bool, wgrad: bool, weight_amax: s
 
 
 def test_input_is_kept_as_the_copy_that_wgrad_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megafp8.numerics.kernels import choose_kernels
-
     linear, _ = make_linear()
     assert isinstance(linear, Fp8Linear)
     linear.operands.cast.kernels = choose_kernels("triton", "cpu")
@@ -90,8 +88,6 @@ def test_input_is_kept_as_the_copy_that_wgrad_multiplies(monkeypatch: pytest.Mon
 
 
 def mlp_results(kernels: str, cache: bool) -> tuple[dict[str, Tensor], bool]:
-    from megafp8.numerics.kernels import choose_kernels
-
     config = small_config(LLAMA, **FP8)
     context = layer_context(config, cache_weights=cache, kernels=choose_kernels(kernels, "cpu"))
     torch.manual_seed(3)
@@ -140,8 +136,6 @@ def test_whole_training_steps_match() -> None:
 
 def test_tensor_parallel_gathers_get_their_columns() -> None:
     """What a gathered operand goes through, on one rank: codes and their transposed copy."""
-    from megafp8.numerics.kernels import choose_kernels
-
     linear, _ = make_linear()
     assert isinstance(linear, Fp8Linear)
     linear.operands.cast.kernels = choose_kernels("triton", "cpu")
@@ -154,3 +148,21 @@ def test_tensor_parallel_gathers_get_their_columns() -> None:
     )
     _, gradient = linear.operands.enter("grad_output", dy, gather=True)
     assert gradient.transposed.shape == gradient.data.t().shape
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "tensorwise e4m3", "blockwise", "blockwise fp32", "mxfp8"]
+)
+def test_other_recipes_are_the_same_bit_for_bit(recipe: str, cache: bool) -> None:
+    results = []
+    for kernels in ("triton", "eager"):
+        torch.manual_seed(5)
+        linear, context = recipes.make_linear(recipe, cache=cache)
+        operands: Any = linear.operands
+        if kernels == "triton":
+            holder = operands.cast if recipe.startswith("tensorwise") else operands
+            holder.kernels = choose_kernels("triton", "cpu")
+        found = recipes.products(linear, *recipes.problem())
+        results.append(found | registry_state(context.registry))
+    assert_same_bytes(*results)
