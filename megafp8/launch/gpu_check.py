@@ -57,11 +57,13 @@ def products(
     )
     found: dict[str, Tensor] = {}
     for _ in range(2):
-        leaf, linear.weight.grad = x.clone().requires_grad_(True), None
+        leaf = x.clone().requires_grad_(True)
+        weight: Any = linear.weight
+        weight.grad = None
         y = linear(leaf)
         y.backward(dy)
         assert leaf.grad is not None
-        found = {"y": y.detach(), "dx": leaf.grad, "dw": linear.weight.grad.to_local()}
+        found = {"y": y.detach(), "dx": leaf.grad, "dw": weight.grad.to_local()}
         if registry is not None:
             index = registry.index_of(LINEAR, "weight")
             registry.record(index, compute_amax(linear.weight.detach().to_local()))

@@ -78,7 +78,7 @@ class Mlp(nn.Module):
         """fc2(activation(fc1(x)))."""
         if self._fused is not None:
             y = self._fused(x, self.linear_fc1, self.linear_fc2)
-            bias = self.linear_fc2.bias
+            bias: Any = self.linear_fc2.bias
             return y if bias is None else y + local(bias).flatten()
         x = self.linear_fc1(x)
         x = swiglu(x) if self.swiglu else F.gelu(x, approximate=self.approximate)

@@ -174,8 +174,10 @@ class GranularOperands:
         """A saved operand again."""
         if len(tensors) == 1:
             return tensors[0]
+        data, scale_inv = tensors
         return QuantizedTensor(
-            *tensors,
+            data,
+            scale_inv,
             self.recipe.format(role),
             block=block_along(self.recipe.name, "tokens"),
             power_of_2=self.recipe.power_of_2_scales,

@@ -147,7 +147,7 @@ class Fp8Operands:
         self.tp, self.registry, self.recipe = tp, registry, recipe
         self.fp8_gather, self.keeps_weight = fp8_gather, keeps_weight
         self.fp8_wgrad = recipe.fp8_wgrad
-        self.index = {
+        self.index: dict[Role, int] = {
             role: registry.register(name, role) for role in ("input", "weight", "grad_output")
         }
         self.cast = self.casts(registry, recipe, self.index, kernels, tp)

@@ -78,9 +78,9 @@ def available(device: torch.device | str) -> tuple[bool, str]:
 
 def interpreting() -> bool:
     """Whether Triton runs kernels in its CPU interpreter, which it decides when it is imported."""
-    import triton
+    from triton import knobs
 
-    return bool(triton.knobs.runtime.interpret)
+    return bool(knobs.runtime.interpret)
 
 
 def _version() -> str:
