@@ -40,6 +40,9 @@ def main() -> int:
     parser.add_argument(
         "--ignore-config-field", nargs="+", default=[], metavar="NAME", help="of config.json"
     )
+    parser.add_argument(
+        "--config", type=Path, help="YAML of a Megatron model whose checkpoint has no args"
+    )
     args = vars(parser.parse_args())
     for name in ("make_vocab_size_divisible_by", "seq_length"):
         if args[name] is not None and args[name] < 1:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -158,18 +159,39 @@ class TensorReader:
         Raises:
             CheckpointError: its parts cannot be read or are not what the record says.
         """
-        entry = self.record.tensors[name]
-        tensor = torch.empty(entry.shape, dtype=dtype_of(entry))
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner({name: tensor}, self._metadata, is_coordinator=True)
         try:
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
+            stored = self._metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            whole = len(stored.chunks) == 1
+            return self._read_one_part(name, stored) if whole else self._read_parts(name)
         except CheckpointError:
             raise
         except Exception as error:  # torch.load and DCP raise many types on damaged bytes
             raise CheckpointError(
                 f"{self.directory}: {name} cannot be read: {type(error).__name__}: {error}"
             ) from error
+
+    def _read_one_part(self, name: str, stored: TensorStorageMetadata) -> Tensor:
+        """Return a tensor that is stored in one part, without the copy of `_read_parts`."""
+        entry, places = self.record.tensors[name], self._metadata.storage_data
+        assert places is not None
+        place = places[MetadataIndex(name, stored.chunks[0].offsets)]
+        with (self.directory / place.relative_path).open("rb") as file:
+            part = self._reader._slice_file(file, place)
+            tensor = torch.load(part, map_location="cpu", weights_only=True)
+        if tensor.shape != entry.shape or tensor.dtype != dtype_of(entry):
+            raise CheckpointError(
+                f"{self.directory} is damaged: {name} is {tensor.dtype}{list(tensor.shape)}, its "
+                f"record says {entry.dtype}{list(entry.shape)}"
+            )
+        return tensor.contiguous()
+
+    def _read_parts(self, name: str) -> Tensor:
+        entry = self.record.tensors[name]
+        tensor = torch.empty(entry.shape, dtype=dtype_of(entry))
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner({name: tensor}, self._metadata, is_coordinator=True)
+        self._reader.read_data(planner.create_local_plan(), planner).wait()
         return tensor
 
 

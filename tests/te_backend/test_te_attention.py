@@ -50,8 +50,8 @@ def inputs(groups: int, dtype: torch.dtype) -> list[Tensor]:
 def compared(groups: int, window: int | None, dtype: torch.dtype) -> list[float]:
     """Largest deviation of result and gradients of q, k, v, relative to the largest value.
 
-    A query that sees itself alone has no gradient, only rounding: the largest value counts as 1
-    at least.
+    A query that sees itself alone has no gradient, only rounding: the largest value counts as 1 at
+    least.
     """
     results = []
     for core in cores(groups, window):

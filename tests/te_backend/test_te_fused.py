@@ -10,6 +10,7 @@ from megafp8.layers import LinearOptions, NormOptions
 from megafp8.layers.native import NativeBackend
 from megafp8.layers.native.norm import Norm
 from megafp8.numerics import compute_amax
+from megafp8.parallel.pipeline import DeferredWeightGradients
 from tests.model.small import FP8, LLAMA, layer_context, randomize, registry_state, small_config
 from tests.support import te_cpu
 from tests.support.layouts import PARITY, degrees
@@ -158,3 +159,55 @@ def test_recomputed_cores_and_blocks_change_nothing(te_ranks: Ranks) -> None:
     ]
     assert len({tuple(run.curve.losses) for run in runs}) == 1
     assert runs[0].after == runs[1].after == runs[2].after
+
+
+def deferred_gradients(te: bool, fp8: bool) -> dict[str, Tensor]:
+    """Gradients of a biased pair and of a row linear after two backwards and their W slots."""
+    if te:
+        te_cpu.load(native_gemm=True)
+        from megafp8.layers.transformer_engine.backend import TransformerEngineBackend
+    queue = DeferredWeightGradients()
+    style = {**LLAMA, "disable_bias_linear": False}
+    config = small_config(style, **(FP8 if fp8 else {"bf16": True}))
+    context = layer_context(config, deferred=queue)
+    backend: Any = TransformerEngineBackend(context.recipe, context.mesh) if te else NativeBackend()
+    first, second = (f"decoder.layers.0.{name}" for name in PAIRS["qkv"])
+    norm, linear = backend.norm_linear(
+        context, NormOptions(first, "RMSNorm", 1e-5), LinearOptions(second, "column", fp8, True)
+    )
+    row = LinearOptions("decoder.layers.0.self_attention.linear_proj", "row", fp8, True)
+    modules = {"norm": norm, "linear": linear, "row": backend.linear(context, row)}
+    for module in modules.values():
+        randomize({f"layernorm.{name}": p for name, p in module.named_parameters()})
+        module.to(torch.bfloat16)
+    if context.registry is not None:
+        context.registry.finalize("cpu")
+    work = []
+    for seed in range(2):
+        x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        with backend.scope():
+            y = linear(norm(x.requires_grad_()))
+            z = modules["row"](y[..., :32].contiguous())
+        (y.float().square().sum() + z.float().square().sum()).backward()
+        assert linear.weight.grad is None and len(queue.queue) == 2
+        work.append(queue.take())
+    for run in work:
+        run()
+    found = {}
+    for name, module in modules.items():
+        for leaf, parameter in module.named_parameters():
+            found[f"{name}.{leaf}"] = parameter.grad.to_local().clone()
+    assert found["linear.weight"].dtype == torch.float32
+    return found
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_deferred_weight_gradients(ranks: Ranks, te_ranks: Ranks, fp8: bool) -> None:
+    """None until the W slots run, then summed in fp32 over micro-batches, as the native ones."""
+    (wanted,) = ranks.run(deferred_gradients, world_size=1, te=False, fp8=fp8)
+    (found,) = te_ranks.run(deferred_gradients, world_size=1, te=True, fp8=fp8)
+    assert found.keys() == wanted.keys() and len(found) == 5
+    for name, value in wanted.items():
+        assert value.any() and found[name].dtype == value.dtype
+        # The biases of TE's GEMM are added before its result is rounded, native ones after.
+        assert (found[name] - value).norm() <= 1e-2 * value.norm(), name

@@ -7,7 +7,7 @@
 
 Training loss is the mean of the last 20 iterations. Ends with exit code 1 if a track's training or
 validation loss is more than 1 % away from BF16's, or if its plan holds a linear that is not FP8.
-With --results the losses are kept in a file, so that tracks can be run one by one.
+With --results the losses are kept in a file, and tracks that are in it are not run again.
 
 The track `bf16-halved` is BF16 again with micro-batches of half the size, which only changes where
 gradients are rounded: its distance from `bf16` is what a difference means. Give a low learning rate
@@ -103,6 +103,8 @@ def main() -> int:
         results = json.loads(args.results.read_text())
     with tempfile.TemporaryDirectory() as folder:
         for name in args.tracks:
+            if name in results:
+                continue
             run_dir, data = Path(folder) / name, args.data.resolve()
             results[name] = train(run_dir, data, args.iterations, args.ranks, TRACKS[name] + flags)
             if args.results is not None:

@@ -9,19 +9,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megafp8.checkpoint.convert.fp8_export import (
+    SCALES_NAME,
+    fp8_items,
+    make_plan,
+    verify_fp8,
+    write_scales,
+)
 from megafp8.checkpoint.convert.hf import Written, open_hf, plain_items, preferred_type, write_hf
+from megafp8.checkpoint.convert.megatron import open_megatron, write_megatron
 from megafp8.checkpoint.convert.native import open_native, write_native
 from megafp8.checkpoint.convert.view import DTYPES, Checksums, ModelView, with_padding
 from megafp8.checkpoint.files import sync_directory
 from megafp8.errors import CheckpointError
 
 FORMATS = ("hf", "megatron", "megafp8")
-FP8_MODES = ("none", "scales", "static", "dynamic", "blockwise")
+BAKED = ("static", "dynamic", "blockwise")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -35,11 +44,12 @@ class ConvertOptions:
         load: folder that holds the source.
         save: folder to make; it must not exist.
         dtype: of the weights written, a key of DTYPES or "keep".
-        fp8: one of FP8_MODES, for Hugging Face folders.
+        fp8: none, scales, or one of BAKED, for Hugging Face folders.
         make_vocab_size_divisible_by: padding; None for 128, or a checkpoint's own.
         seq_length: context of the configuration that is made; None chooses.
         max_shard_size: of a safetensors file, such as 5GB.
         ignore_config_fields: of `config.json`.
+        config: YAML that describes a Megatron model whose checkpoint holds no settings.
     """
 
     source: str
@@ -52,6 +62,7 @@ class ConvertOptions:
     seq_length: int | None = None
     max_shard_size: str = "5GB"
     ignore_config_fields: tuple[str, ...] = ()
+    config: Path | None = None
 
 
 def convert(options: ConvertOptions) -> list[str]:
@@ -95,6 +106,8 @@ def _check(options: ConvertOptions) -> None:
             f"--dtype {options.dtype}: megafp8 stores fp32 masters (every value of the source is "
             "kept); allowed with --to megafp8: keep, fp32"
         )
+    if options.config is not None and options.source != "megatron":
+        raise CheckpointError("--config describes a Megatron model; leave it out here")
     if options.seq_length is not None and options.source == "megafp8":
         raise CheckpointError("--seq-length: a megafp8 checkpoint has its own; leave it out")
     _bytes(options.max_shard_size)
@@ -118,6 +131,8 @@ def open_view(options: ConvertOptions) -> ModelView:
     if options.source == "hf":
         ignored = options.ignore_config_fields
         return open_hf(options.load, options.seq_length, multiple or 128, ignored)
+    if options.source == "megatron":
+        return open_megatron(options.load, options.config, options.seq_length, multiple or 128)
     view = open_native(options.load)
     return view if multiple is None else with_padding(view, multiple)
 
@@ -158,14 +173,36 @@ def _write(view: ModelView, target: Path, final: Path, options: ConvertOptions) 
         with _bar("writing", 4 * view.shape.num_parameters) as advance:
             write_native(view, target, final, advance, written)
         return written
-    model_type = preferred_type(view)
-    written.what = f"{model_type}, {str(dtype).removeprefix('torch.')}"
     exact = options.dtype == "keep"
-    items = plain_items(view, model_type, dtype, exact, written.checksums)
+    if options.target == "megatron":
+        size = view.shape.num_parameters * dtype.itemsize
+        with _bar("writing", size) as advance:
+            write_megatron(view, target, dtype, exact, advance, written)
+        return written
+    _write_hf(view, target, dtype, options, written)
+    return written
+
+
+def _write_hf(
+    view: ModelView, target: Path, dtype: torch.dtype, options: ConvertOptions, written: Written
+) -> None:
+    model_type, exact = preferred_type(view), options.dtype == "keep"
+    written.what = f"{model_type}, {str(dtype).removeprefix('torch.')}"
+    baked = options.fp8 in BAKED
+    extra: dict[str, Any] = {}
+    if baked:
+        plan = make_plan(view, model_type, options.fp8)
+        items = fp8_items(view, model_type, dtype, exact, written.checksums, plan)
+        written.what += f", {len(plan.chosen)} linears in FP8 {options.fp8}"
+        extra = plan.config()
+    else:
+        items = plain_items(view, model_type, dtype, exact, written.checksums)
     with _bar("writing", sum(item.nbytes for item in items)) as advance:
         limit = _bytes(options.max_shard_size)
-        write_hf(view, target, model_type, dtype, items, {}, limit, advance, written)
-    return written
+        write_hf(view, target, model_type, dtype, items, extra, limit, advance, written)
+        if options.fp8 == "scales":
+            count = write_scales(view, target, advance)
+            written.notes.append(f"{count} tensors of FP8 scale state in {SCALES_NAME}")
 
 
 def _verify(view: ModelView, target: Path, written: Written, options: ConvertOptions) -> str:
@@ -175,9 +212,15 @@ def _verify(view: ModelView, target: Path, written: Written, options: ConvertOpt
         CheckpointError: a name, a shape, a size or a value is not the source's.
     """
     multiple = view.config.model.make_vocab_size_divisible_by
+    if options.fp8 in BAKED:
+        model_type = preferred_type(view)
+        plan = make_plan(view, model_type, options.fp8)
+        return verify_fp8(view, target, model_type, plan, _dtype(view, options))
     if options.target == "hf":
         # The context is no part of a Hugging Face folder: any will do for reading it back.
         again = open_hf(target, 1, multiple, ())
+    elif options.target == "megatron":
+        again = open_megatron(target, None, None, multiple)
     else:
         again = open_native(target)
     names = [spec.name for spec in view.shape.parameters()]

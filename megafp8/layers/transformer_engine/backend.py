@@ -74,7 +74,7 @@ class TransformerEngineBackend:
         self, context: LayerContext, norm: NormOptions, linear: LinearOptions
     ) -> tuple[nn.Module, nn.Module]:
         """See `Backend.norm_linear`."""
-        if not self._options.fused_norms:
+        if not self._options.fused_norms or context.norm_impl != "native":
             first = self.norm(context, norm.name, norm.kind, norm.epsilon)
             return first, self.linear(context, linear)
         folded = FoldedNorm(context, norm.name, norm.kind, norm.epsilon)
