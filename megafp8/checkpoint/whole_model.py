@@ -27,7 +27,7 @@ def single_process_config(saved: dict[str, Any]) -> RunConfig:
     values["model"] |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     if values["model"]["transformer_impl"] == "transformer_engine":
         # Checkpoints do not depend on the backend, and a sample may be drawn where it is not.
-        values["model"]["transformer_impl"] = "auto"
+        values["model"] |= {"transformer_impl": "auto", "attention_backend": "auto"}
     values["training"] |= {
         "micro_batch_size": 1,
         "global_batch_size": 1,

@@ -200,6 +200,7 @@ def load_run(
     report = load_with_report(path, tensors | scales, _optional(with_optimizer))
     _copy_tied(step, with_optimizer)
     rule = take_scales(registry, scales, report.absent, path, step.mesh, reduced)
+    step.refresh_weight_scales()
     certificate = _certify(path, record, step, report, rule)
     if checkpoint.finetune:
         log.info("loaded the weights of %s; training starts at iteration 0 (--finetune)", path)
@@ -210,6 +211,12 @@ def load_run(
     except KeyError:
         raise CheckpointError(f"{path}: megafp8.json holds no data position") from None
     log.info("loaded %s: iteration %d, %d samples consumed", path, record.iteration, consumed)
+    if any(reduction.error_feedback for reduction in step.model.fp8_reductions):
+        # As large as the unsharded gradients and different on every rank: not worth its bytes.
+        log.info(
+            "--fp8-grad-error-feedback starts from zero: checkpoints do not hold what the casts of "
+            "gradients lost, so the next iterations differ in rounding from an uninterrupted run"
+        )
     state = TrainState(
         iteration=record.iteration,
         consumed_samples=consumed,
