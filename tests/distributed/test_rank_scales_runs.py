@@ -25,6 +25,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp2 + sp": (2, degrees(2, 1, *SP_BF16)),
     "tp2 x dp2": (4, degrees(2)),
     "hsdp 2 x 2": (4, degrees(1, 1, "--fsdp-size", "2")),
+    "dp2, fp8 gathers": (2, degrees(1, 1, "--fp8-param-gather", "--fp8-grad-reduce")),
     "pp2 x dp2": (4, degrees(1, 2)),
 }
 
