@@ -77,7 +77,12 @@ def one_rank(ranks: Ranks) -> Curve:
     return ranks.run(leg, world_size=1, flags=(*BASE, *degrees()), iterations=6)[0].curve
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SLOW = ("hsdp 2 x 2", "pp2 x dp2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS]
+)
 def test_ranks_keep_and_get_back_their_own_scales(
     ranks: Ranks, tmp_path: Path, one_rank: Curve, name: str
 ) -> None:
