@@ -324,11 +324,6 @@ def _fp8_wires(config: RunConfig) -> Iterator[str]:
             "--fp8-param-gather contradicts --fp8-weight-amax cast: shards are cast before they "
             "are gathered, so their common scale has to be known by then; allowed: updated"
         )
-    if not precision.fp8_reduce_amax:
-        yield (
-            "--fp8-param-gather contradicts --no-fp8-reduce-amax: the shards of a weight are "
-            "decoded with one scale, and ranks would have different ones"
-        )
     if precision.fp8_amax_window == "micro-batch":
         yield (
             "--fp8-param-gather contradicts --fp8-amax-window micro-batch, which moves scales "
