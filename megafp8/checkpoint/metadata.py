@@ -48,6 +48,19 @@ _RECORDS = frozenset(
     }
 )
 
+# What Megatron-core's `torch_dist` index names beside them; all of it is read over.
+_FOREIGN_RECORDS = frozenset(
+    {
+        (_DCP_METADATA, "BytesStorageMetadata"),
+        ("torch.distributed.checkpoint.planner", "SavePlan"),
+        ("torch.distributed.checkpoint.planner", "WriteItem"),
+        ("torch.distributed.checkpoint.planner", "TensorWriteData"),
+        ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
+        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
+        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
+    }
+)
+
 
 class _Record:
     """Stands in for one of DCP's classes: keeps the state it was pickled with, does nothing."""
@@ -61,12 +74,13 @@ class _Record:
 class _RestrictedUnpickler(pickle.Unpickler):
     """Admits DCP's metadata classes, torch sizes, dtypes and layouts; refuses all other names."""
 
-    def __init__(self, file: Any, path: Path) -> None:
+    def __init__(self, file: Any, path: Path, foreign: bool = False) -> None:
         super().__init__(file)
         self.path = path
+        records = _RECORDS | _FOREIGN_RECORDS if foreign else _RECORDS
         # Made per file: what a hostile pickle sets on them goes away with this object.
         self.admitted: dict[tuple[str, str], Any] = {
-            (module, name): type(name, (_Record,), {}) for module, name in _RECORDS
+            (module, name): type(name, (_Record,), {}) for module, name in records
         }
 
         def size(values: Any = ()) -> tuple[int, ...]:
@@ -78,6 +92,8 @@ class _RestrictedUnpickler(pickle.Unpickler):
         self.admitted["torch", "Size"] = size
         self.admitted["torch.serialization", "_get_layout"] = word
         self.admitted[_DCP_METADATA, "_MEM_FORMAT_ENCODING"] = word
+        if foreign:
+            self.admitted["torch.distributed.checkpoint.planner", "WriteItemType"] = word
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what a pickled name stands for; called for every name in the file.
@@ -160,12 +176,16 @@ class CheckpointReader(FileSystemReader):
         return True
 
 
-def read_metadata(directory: Path, file_sizes: Mapping[str, int]) -> Metadata:
+def read_metadata(
+    directory: Path, file_sizes: Mapping[str, int], *, foreign: bool = False
+) -> Metadata:
     """Read and check a checkpoint's `.metadata`.
 
     Args:
         directory: The checkpoint.
         file_sizes: Name to bytes of the files that may be named.
+        foreign: It is Megatron-core's: pickled objects may lie beside the tensors, and are left
+            out of the result, so that nobody loads them.
 
     Returns:
         DCP's metadata; every entry is a tensor whose chunks fill it and lie in those files.
@@ -176,7 +196,7 @@ def read_metadata(directory: Path, file_sizes: Mapping[str, int]) -> Metadata:
     path = directory / METADATA_NAME
     try:
         with path.open("rb") as file:
-            root = _RestrictedUnpickler(file, path).load()
+            root = _RestrictedUnpickler(file, path, foreign).load()
     except CheckpointError:
         raise
     except OSError as error:
@@ -186,6 +206,13 @@ def read_metadata(directory: Path, file_sizes: Mapping[str, int]) -> Metadata:
     fields = _fields(root, "Metadata", path)
     tensors = _mapping(fields, "state_dict_metadata", path)
     storage = _mapping(fields, "storage_data", path)
+    if foreign:
+        tensors = {k: v for k, v in tensors.items() if type(v).__name__ != "BytesStorageMetadata"}
+        storage = {
+            key: value
+            for key, value in storage.items()
+            if _fields(key, "MetadataIndex", path).get("fqn") in tensors
+        }
     metadata = Metadata(
         state_dict_metadata={
             _text(name, path): _tensor(name, record, path) for name, record in tensors.items()

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megafp8.config.run import RunConfig
 
 
+# TransformerEngine's names are DelayedScaling, Float8CurrentScaling, Float8BlockScaling and
+# MXFP8BlockScaling.
+TE_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+
+
 def transformer_engine_refusal(config: RunConfig) -> str | None:
     """Return why a configuration cannot run on TransformerEngine, or None."""
     precision, parallel = config.precision, config.parallel
-    if parallel.schedule == "zbv":
-        return (
-            "--pipeline-schedule zbv splits the backward pass, which TransformerEngine's linears "
-            "do here in one; allowed with it: 1f1b, interleaved, gpipe"
-        )
     if not precision.fp8:
         return None
+    if precision.recipe_name not in TE_RECIPES:
+        return (
+            f"--fp8-recipe {precision.fp8_recipe}: TransformerEngine has no scales by row; allowed "
+            f"with it: {', '.join(TE_RECIPES)}"
+        )
+    if precision.fp8_fake_quant:
+        return "--fp8-fake-quant: TransformerEngine multiplies in FP8; use native"
+    if precision.fp8_param_gather and precision.recipe_name != "delayed":
+        return (
+            f"--fp8-param-gather with --fp8-recipe {precision.recipe_name}: TransformerEngine "
+            "finds the scales of this recipe in each weight itself; allowed with it: delayed"
+        )
+    if precision.fp8_tp_comm == "all" and parallel.sequence_parallel:
+        return (
+            "--fp8-tp-comm all: TransformerEngine reduces in BF16; allowed with "
+            "--sequence-parallel: all-gather"
+        )
     if not precision.fp8_wgrad:
         return (
-            "--no-fp8-wgrad: TransformerEngine's delayed scaling has no weight gradient in high "
-            "precision; leave it out or use native"
+            "--no-fp8-wgrad: TransformerEngine has no weight gradient in high precision beside an "
+            "FP8 input gradient; leave it out or use native"
         )
     if precision.fp8_tp_comm == "none" and parallel.sequence_parallel:
         return (
@@ -29,3 +47,51 @@ def transformer_engine_refusal(config: RunConfig) -> str | None:
             "--sequence-parallel: all-gather"
         )
     return None
+
+
+def attention_refusals(config: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each contradiction around the attention core."""
+    model, precision = config.model, config.precision
+    backend, impl = model.attention_backend, model.transformer_impl
+    te_core = backend in ("flash", "fused", "unfused")
+    if te_core and impl != "transformer_engine":
+        yield (
+            f"--attention-backend {backend} is a core of TransformerEngine's and needs "
+            f"--transformer-impl transformer_engine, found {impl}; allowed with it: auto, local"
+        )
+    if backend in ("flash", "fused") and precision.compute_dtype == "fp32":
+        yield (
+            f"--attention-backend {backend} computes in 16 bits and needs --bf16 or --fp16; "
+            "allowed in fp32: auto, unfused, local"
+        )
+    if precision.fp8_attention != "none":
+        yield from _fp8_attention_refusals(config)
+
+
+def _fp8_attention_refusals(config: RunConfig) -> Iterator[str]:
+    model, precision = config.model, config.precision
+    asked = f"--fp8-attention {precision.fp8_attention}"
+    if precision.fp8_attention == "mha":
+        yield (
+            f"{asked} lets linear_qkv hand on FP8, which TransformerEngine does inside its "
+            "MultiheadAttention alone and without rope; here projection and core are modules of "
+            "their own; allowed: none, dpa"
+        )
+        return
+    if model.transformer_impl != "transformer_engine":
+        yield (
+            f"{asked} needs --transformer-impl transformer_engine, found "
+            f"{model.transformer_impl}: the native core has no FP8; allowed with it: none"
+        )
+    if not precision.fp8:
+        yield f"{asked} needs --fp8-format hybrid: it shares the linears' recipe"
+    elif precision.recipe_name != "delayed":
+        yield (
+            f"{asked} needs --fp8-recipe delayed, found {precision.recipe_name}: on Hopper cuDNN "
+            "has FP8 attention for delayed scaling alone"
+        )
+    if model.attention_backend not in ("auto", "fused"):
+        yield (
+            f"{asked} contradicts --attention-backend {model.attention_backend}: FP8 attention is "
+            "cuDNN's fused one; allowed with it: auto, fused"
+        )

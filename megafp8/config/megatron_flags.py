@@ -10,7 +10,7 @@ from megafp8.errors import ConfigurationError
 # Flags without effect, and what holds here in their place.
 ACCEPTED: dict[str, str] = {
     "--use-mcore-models": "there is one model implementation",
-    "--use-flash-attn": "attention goes through torch's scaled_dot_product_attention",
+    "--use-flash-attn": "the attention core picks its kernel; see --attention-backend",
     "--attention-softmax-in-fp32": "softmax always accumulates in fp32",
     "--accumulate-allreduce-grads-in-fp32": "gradients are always accumulated in fp32",
     "--calculate-per-token-loss": "the loss is always a mean over unmasked tokens",
@@ -56,14 +56,12 @@ ACCEPTED: dict[str, str] = {
 
 # Flags of which one value means what is done here anyway.
 ACCEPTED_VALUES: dict[str, tuple[str, str]] = {
-    "--attention-backend": ("auto", "torch's scaled_dot_product_attention picks its kernel"),
     "--dataloader-type": ("single", "samples are read in one order"),
 }
 
 REFUSED: dict[str, str] = {
     "--fp8-interval": "it is ignored since Transformer Engine 1.8: scales are updated every step",
     "--fp4-format": "there is no FP4",
-    "--tp-comm-overlap": "TransformerEngine's user buffers are not used in this version",
     "--te-precision-config-file": "use --precision-policy FILE.yaml",
     "--grad-reduce-in-bf16": "gradients are reduced in fp32",
     "--num-experts": "there are no experts (MoE)",

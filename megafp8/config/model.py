@@ -52,6 +52,9 @@ class ModelConfig(Section):
     normalization: Literal["LayerNorm", "RMSNorm"] = Field(
         default="LayerNorm", description="kind of norm"
     )
+    norm_impl: Literal["native", "apex"] = Field(
+        default="native", description="kernels of the norms; apex is NVIDIA's, on CUDA"
+    )
     norm_epsilon: PositiveFloat = Field(default=1e-5, description="epsilon of the norms")
     swiglu: bool = Field(default=False, description="gated SiLU in the MLP")
     activation: Literal["gelu", "gelu-tanh"] = Field(
@@ -86,6 +89,16 @@ class ModelConfig(Section):
     qk_layernorm: bool = Field(default=False, description="norms on queries and keys")
     transformer_impl: Literal["auto", "native", "local", "transformer_engine"] = Field(
         default="auto", description="backend of the layers; `local` means native"
+    )
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = Field(
+        default="auto",
+        description="attention core: flash, fused or unfused of TransformerEngine, or torch's SDPA "
+        "(local); auto is TransformerEngine's choice among its three, SDPA on the native backend",
+    )
+    te_fused_norms: bool = Field(
+        default=True,
+        description="with TransformerEngine: its LayerNormLinear for a norm and the linear after "
+        "it (in FP8 the norm's fp32 result is cast, without it the BF16 rounding of that)",
     )
 
     @property

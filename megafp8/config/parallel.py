@@ -58,6 +58,17 @@ class ParallelConfig(Section):
         description="free gathered parameters after the forward pass (default: off with a "
         "pipeline or --use-distributed-optimizer, else on)",
     )
+    tp_comm_overlap: bool = Field(
+        default=False,
+        description="run tensor-parallel gathers and scatters under the GEMMs "
+        "(TransformerEngine's user buffers)",
+    )
+    tp_comm_overlap_cfg: str | None = Field(
+        default=None, description="YAML file with settings by GEMM, for --tp-comm-overlap"
+    )
+    tp_comm_bootstrap_backend: Literal["nccl", "mpi", "gloo"] = Field(
+        default="nccl", description="collectives that set up --tp-comm-overlap"
+    )
     pipeline_schedule: Schedule | None = Field(
         default=None,
         description="default: interleaved with --num-layers-per-virtual-pipeline-stage, else 1f1b",

@@ -11,6 +11,8 @@ from megafp8.config.base import (
     Section,
 )
 
+# Values that share a scale where FP8 is summed after travelling (activations, gradients).
+WIRE_BLOCK = 256
 RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 
 
@@ -24,11 +26,15 @@ class PrecisionConfig(Section):
     fp8_format: Literal["none", "e4m3", "hybrid"] | None = Field(
         default=None,
         description="FP8 in the blocks' linears (needs --bf16): hybrid is E4M3 forward and E5M2 "
-        "gradients; none turns a preset's FP8 off",
+        "gradients, e4m3 is E4M3 in both; none turns a preset's FP8 off",
     )
     fp8_recipe: Literal[
         "auto", "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"
-    ] = Field(default="delayed", description="how scales are found; auto takes delayed")
+    ] = Field(
+        default="delayed",
+        description="how scales are found: delayed from earlier steps, the others from the tensor "
+        "itself, by tensor, row or block; auto takes delayed",
+    )
     fp8_margin: int = Field(default=0, ge=-32, le=32, description="divides scales by 2**margin")
     fp8_amax_history_len: PositiveInt = Field(
         default=1024,
@@ -39,7 +45,21 @@ class PrecisionConfig(Section):
         description="max, most_recent, quantile:Q, trimmed_max:K or ema:B (Megatron's default is "
         "most_recent; this is TE's)",
     )
-    fp8_param_gather: bool = Field(default=False, description="gather FSDP weights in FP8")
+    fp8_scale_cap: PositiveFloat | None = Field(
+        default=None, description="no scale of --fp8-recipe delayed goes above it"
+    )
+    fp8_power_of_2_scales: bool | None = Field(
+        default=None,
+        description="scales are rounded down to powers of two (default: blockwise and mxfp8 alone)",
+    )
+    fp8_fake_quant: bool = Field(
+        default=False,
+        description="multiply decoded FP8 values in BF16 GEMMs, to tell errors of the format from "
+        "those of a kernel",
+    )
+    fp8_param_gather: bool = Field(
+        default=False, description="FSDP gathers the weights of FP8 linears as FP8 codes"
+    )
     first_last_layers_bf16: bool = Field(
         default=False, description="first and last layers stay in BF16"
     )
@@ -68,13 +88,22 @@ class PrecisionConfig(Section):
         default="updated", description="when a weight's amax is taken (TE: cast)"
     )
     fp8_tp_comm: Literal["none", "all-gather", "all"] = Field(
-        default="all-gather", description="which sequence-parallel traffic of FP8 linears is FP8"
+        default="all-gather",
+        description="which sequence-parallel traffic of FP8 linears is FP8; all has the "
+        "reduce-scatters too",
     )
     fp8_attention: Literal["none", "dpa", "mha"] = Field(
-        default="none", description="FP8 in the attention core (TransformerEngine's recipe fields)"
+        default="none",
+        description="dpa: FP8 in the attention core, on TransformerEngine with delayed scaling "
+        "(Hopper); mha (FP8 between projection and core too) is refused",
     )
     fp8_grad_reduce: bool = Field(
-        default=False, description="reduce FSDP gradients of blocks in FP8"
+        default=False, description="reduce FSDP gradients of blocks in FP8, summed in fp32"
+    )
+    fp8_grad_error_feedback: bool = Field(
+        default=False,
+        description="with --fp8-grad-reduce: carry what a cast lost over to the next reduction "
+        "(fp32, as large as the unsharded gradients of the blocks)",
     )
     fp8_emulate: bool = Field(default=False, description="allow FP8 on a GPU without FP8 units")
     loss_scale: PositiveFloat | None = Field(
@@ -122,5 +151,12 @@ class PrecisionConfig(Section):
 
     @property
     def recipe_name(self) -> str:
-        """The recipe that runs; `auto` takes delayed, the only one of this version."""
+        """The recipe that runs; `auto` takes delayed, which all FP8 hardware and layouts can do."""
         return "delayed" if self.fp8_recipe == "auto" else self.fp8_recipe
+
+    @property
+    def power_of_2_scales(self) -> bool:
+        """Whether scales are powers of two: as asked, else as the recipe has it."""
+        if self.fp8_power_of_2_scales is not None:
+            return self.fp8_power_of_2_scales
+        return self.recipe_name in ("blockwise", "mxfp8")

@@ -1,16 +1,14 @@
-"""Self-attention: fused QKV, rotary positions, grouped queries, SDPA core, output projection."""
+"""Self-attention: fused QKV, rotary positions, grouped queries, core, output projection."""
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megafp8.layers.backend import Backend, LayerContext, LinearOptions
+from megafp8.layers.backend import Backend, CoreOptions, LayerContext, LinearOptions
 from megafp8.layers.dropout import MicroBatchKey
 from megafp8.layers.rope import Rope
-from megafp8.parallel.rng import default_generator_seeded
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,8 @@ class AttentionOptions:
         norm: (kind, epsilon) of the query and key norms, or None.
         dropout: probability on attention weights.
         window_left: earlier positions that a query sees beside itself; None for all of them.
-        recompute_core: recompute the SDPA core in backward (selective recompute).
+        recompute_core: recompute the core in backward (selective recompute).
+        core_fp8: whether the core's products run in FP8.
     """
 
     prefix: str
@@ -39,25 +38,58 @@ class AttentionOptions:
     dropout: float
     window_left: int | None
     recompute_core: bool
+    core_fp8: bool = False
+
+    @property
+    def qkv(self) -> LinearOptions:
+        """The projection to queries, keys and values."""
+        return LinearOptions(f"{self.prefix}.linear_qkv", "column", self.fp8[0], self.qkv_bias)
+
+    @property
+    def core(self) -> CoreOptions:
+        """The attention core."""
+        return CoreOptions(
+            f"{self.prefix}.core_attention",
+            self.num_heads,
+            self.num_groups,
+            self.head_dim,
+            self.dropout,
+            self.window_left,
+            self.core_fp8,
+        )
 
 
 class SelfAttention(nn.Module):
-    """[s(/tp), b, h] -> [s(/tp), b, h]; heads are split over tp by KV group."""
+    """[s(/tp), b, h] -> [s(/tp), b, h]; heads are split over tp by KV group.
+
+    Args:
+        context: what the layers of the stage share.
+        backend: makes its layers.
+        options: of this layer.
+        rope: rotary tables or None.
+        linear_qkv: the projection, where it is made together with the norm before it.
+    """
 
     def __init__(
-        self, context: LayerContext, backend: Backend, options: AttentionOptions, rope: Rope | None
+        self,
+        context: LayerContext,
+        backend: Backend,
+        options: AttentionOptions,
+        rope: Rope | None,
+        linear_qkv: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.options, self.rope = options, rope
         prefix = options.prefix
-        qkv = LinearOptions(f"{prefix}.linear_qkv", "column", options.fp8[0], options.qkv_bias)
         proj = LinearOptions(f"{prefix}.linear_proj", "row", options.fp8[1], options.output_bias)
-        self.linear_qkv = backend.linear(context, qkv)
+        self.linear_qkv = linear_qkv or backend.linear(context, options.qkv)
         self.linear_proj = backend.linear(context, proj)
         self.q_layernorm = self.k_layernorm = None
         if options.norm is not None:
             self.q_layernorm = backend.norm(context, f"{prefix}.q_layernorm", *options.norm)
             self.k_layernorm = backend.norm(context, f"{prefix}.k_layernorm", *options.norm)
+        self.core_attention = backend.attention_core(context, options.core)
+        self._recompute_contexts = backend.recompute_contexts
         self.groups = options.num_groups // context.mesh.tp.size
         self.queries_per_group = options.num_heads // options.num_groups
 
@@ -73,38 +105,18 @@ class SelfAttention(nn.Module):
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if self.rope is not None:
             q, k = self.rope.apply(q), self.rope.apply(k)
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [b, heads, s, d]
         if self.options.recompute_core and torch.is_grad_enabled():
+            # Dropout replays by its key; torch's default generator is not used.
             core = checkpoint(
-                self._core, q, k, v, key, use_reentrant=False, preserve_rng_state=False
+                self.core_attention,
+                q,
+                k,
+                v,
+                key,
+                use_reentrant=False,
+                context_fn=self._recompute_contexts,
+                preserve_rng_state=False,
             )
         else:
-            core = self._core(q, k, v, key)
-        # [b, heads, s, d] -> [s, b, heads * d]
-        return self.linear_proj(core.permute(2, 0, 1, 3).reshape(s, b, -1))
-
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, key: MicroBatchKey) -> Tensor:
-        # On a GPU the kernels share K and V; on CPU copies are faster than SDPA's own expansion.
-        grouped = self.queries_per_group > 1 and q.device.type != "cpu"
-        if self.queries_per_group > 1 and not grouped:
-            k = k.repeat_interleave(self.queries_per_group, dim=1)
-            v = v.repeat_interleave(self.queries_per_group, dim=1)
-        mask = None
-        if self.options.window_left is not None:
-            mask = window_mask(q.shape[2], self.options.window_left, q.device)
-        p = self.options.dropout if key.training else 0.0
-        if p == 0.0:
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-            )
-        with default_generator_seeded(key.local(f"{self.options.prefix}.core"), q.device):
-            return F.scaled_dot_product_attention(
-                q, k, v, mask, p, is_causal=mask is None, enable_gqa=grouped
-            )
-
-
-def window_mask(length: int, left: int, device: torch.device) -> Tensor:
-    """Mask [s, s], bool, True where query i may see key j: i - left <= j <= i."""
-    positions = torch.arange(length, device=device)
-    distance = positions[:, None] - positions
-    return (distance >= 0) & (distance <= left)
+            core = self.core_attention(q, k, v, key)
+        return self.linear_proj(core)

@@ -35,6 +35,42 @@ class LinearOptions:
 
 
 @dataclass(frozen=True)
+class NormOptions:
+    """Everything a norm is told at construction.
+
+    Attributes:
+        name: canonical module name, e.g. "decoder.layers.0.input_layernorm".
+        kind: "LayerNorm" or "RMSNorm".
+        epsilon: added to the variance or the mean square.
+    """
+
+    name: str
+    kind: str
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class CoreOptions:
+    """Everything an attention core is told at construction.
+
+    Attributes:
+        name: canonical module name, "decoder.layers.N.self_attention.core_attention".
+        num_heads, num_groups, head_dim: global sizes; groups are KV heads.
+        dropout: probability on attention weights.
+        window_left: earlier positions that a query sees beside itself; None for all of them.
+        fp8: whether its products run in FP8.
+    """
+
+    name: str
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    dropout: float
+    window_left: int | None
+    fp8: bool = False
+
+
+@dataclass(frozen=True)
 class LayerContext:
     """What all layers of one pipeline stage share.
 
@@ -46,8 +82,11 @@ class LayerContext:
         compute_dtype: dtype of activations.
         sequence_parallel: norms and dropout work on [s/tp, b, h].
         fp8_gather: gathers over tp carry FP8 payloads.
+        fp8_reduce: reduce-scatters over tp of FP8 linears carry FP8 payloads.
+        fp8_param_gather: FSDP gathers the weights of FP8 linears as FP8 codes.
         cache_weights: parameters stay gathered over a step, so FP8 casts of weights may be kept.
         deferred: queue of weight gradients of a zero-bubble schedule, else None.
+        norm_impl: kernels of the norms, "native" or "apex".
     """
 
     mesh: Mesh
@@ -57,12 +96,15 @@ class LayerContext:
     compute_dtype: torch.dtype
     sequence_parallel: bool
     fp8_gather: bool
+    fp8_reduce: bool
+    fp8_param_gather: bool
     cache_weights: bool
     deferred: DeferredWeightGradients | None
+    norm_impl: str = "native"
 
 
 class Backend(Protocol):
-    """Makes linear layers and norms."""
+    """Makes linear layers, norms and attention cores."""
 
     name: str
 
@@ -72,6 +114,24 @@ class Backend(Protocol):
 
     def norm(self, context: LayerContext, name: str, kind: str, epsilon: float) -> nn.Module:
         """LayerNorm or RMSNorm over the last dim, replicated over tp."""
+        ...
+
+    def norm_linear(
+        self, context: LayerContext, norm: NormOptions, linear: LinearOptions
+    ) -> tuple[nn.Module, nn.Module]:
+        """A norm and the column-parallel linear that alone takes its output, as `linear(norm(x))`.
+
+        Each has its own parameters. A backend may leave the norm's arithmetic to the linear: the
+        norm then hands on its input.
+        """
+        ...
+
+    def attention_core(self, context: LayerContext, options: CoreOptions) -> nn.Module:
+        """Causal attention, called with (q, k, v, key) and without parameters.
+
+        q [s, b, heads/tp, d], k and v [s, b, groups/tp, d], key a `MicroBatchKey` -> [s, b,
+        heads/tp * d].
+        """
         ...
 
     def scope(self) -> AbstractContextManager[Any]:

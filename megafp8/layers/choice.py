@@ -5,8 +5,9 @@ from typing import Any
 
 from megafp8.config import RunConfig
 from megafp8.config.backend import transformer_engine_refusal
-from megafp8.errors import PrecisionError
-from megafp8.layers import transformer_engine
+from megafp8.config.user_buffers import UserBufferOptions
+from megafp8.errors import ConfigurationError, PrecisionError
+from megafp8.layers import apex, transformer_engine
 from megafp8.layers.backend import Backend
 from megafp8.layers.native import NativeBackend
 from megafp8.numerics import Recipe
@@ -39,16 +40,22 @@ def choose_backend(config: RunConfig) -> BackendChoice:
     """Choose by `--transformer-impl`; needs no process group.
 
     Raises:
-        PrecisionError: TransformerEngine is asked for and cannot be used, with the reason.
+        PrecisionError: TransformerEngine is asked for and cannot be used, with the reason; or the
+            environment forbids the attention core that is asked for.
+        ConfigurationError: apex's norms are asked for and cannot be used.
     """
+    if config.model.norm_impl == "apex":
+        usable, reason = apex.norms_available()
+        if not usable:
+            raise ConfigurationError(f"--norm-impl apex: {reason}; this project's own: native")
     asked = config.model.transformer_impl
     if asked not in ("auto", "transformer_engine"):
         return BackendChoice(asked, "native", f"--transformer-impl {asked}")
     refusal = transformer_engine_refusal(config)
-    usable, reason = (
-        (False, refusal) if refusal else transformer_engine.available(config.precision.fp8)
-    )
+    recipe = config.precision.recipe_name if config.precision.fp8 else None
+    usable, reason = (False, refusal) if refusal else transformer_engine.available(recipe)
     if usable:
+        transformer_engine.select_core(config.model.attention_backend)
         reason = reason if asked == "auto" else f"--transformer-impl {asked}"
         return BackendChoice(
             asked,
@@ -64,11 +71,40 @@ def choose_backend(config: RunConfig) -> BackendChoice:
     return BackendChoice(asked, "native", f"auto takes native: {reason}")
 
 
-def make_backend(choice: BackendChoice, recipe: Recipe | None, mesh: Mesh) -> Backend:
-    """Make the chosen backend for this rank's stages."""
+def make_backend(
+    choice: BackendChoice,
+    config: RunConfig,
+    recipe: Recipe | None,
+    mesh: Mesh,
+    user_buffers: UserBufferOptions | None = None,
+) -> Backend:
+    """Make the chosen backend for this rank's stages.
+
+    Args:
+        choice: which.
+        config: the run.
+        recipe: of the run; None without FP8.
+        mesh: the grid.
+        user_buffers: of `--tp-comm-overlap`, which the native backend does not have.
+    """
     if choice.chosen == "native":
+        assert user_buffers is None
         return NativeBackend()
     # Imported here: it imports TransformerEngine.
-    from megafp8.layers.transformer_engine.backend import TransformerEngineBackend
+    from megafp8.layers.transformer_engine.backend import TeOptions, TransformerEngineBackend
 
-    return TransformerEngineBackend(recipe, mesh)
+    options = TeOptions(
+        fused_norms=config.model.te_fused_norms,
+        core=config.model.attention_backend != "local",
+        fp8_core=config.precision.fp8_attention == "dpa",
+        user_buffers=user_buffers,
+    )
+    return TransformerEngineBackend(recipe, mesh, options)
+
+
+def close_backend(choice: BackendChoice) -> None:
+    """Free what a backend holds outside of its modules, before the process group goes."""
+    if choice.chosen == "transformer_engine":
+        from megafp8.layers.transformer_engine.user_buffers import destroy
+
+        destroy()

@@ -34,7 +34,18 @@ class _SwigluFunction(torch.autograd.Function):
 
 
 class Mlp(nn.Module):
-    """[s(/tp), b, h] -> [s(/tp), b, h]."""
+    """[s(/tp), b, h] -> [s(/tp), b, h].
+
+    Args:
+        context: what the layers of the stage share.
+        backend: makes its linears.
+        prefix: canonical name, "decoder.layers.N.mlp".
+        fp8: whether linear_fc1 and linear_fc2 run in FP8.
+        bias: whether they have biases.
+        swiglu: gate the first by the second half of linear_fc1's output.
+        activation: "gelu" or "gelu-tanh" without `swiglu`.
+        linear_fc1: the first linear, where it is made together with the norm before it.
+    """
 
     def __init__(
         self,
@@ -45,12 +56,16 @@ class Mlp(nn.Module):
         bias: bool,
         swiglu: bool,
         activation: str,
+        linear_fc1: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.swiglu, self.approximate = swiglu, "tanh" if activation == "gelu-tanh" else "none"
-        fc1, fc2 = f"{prefix}.linear_fc1", f"{prefix}.linear_fc2"
-        self.linear_fc1 = backend.linear(context, LinearOptions(fc1, "column", fp8[0], bias))
-        self.linear_fc2 = backend.linear(context, LinearOptions(fc2, "row", fp8[1], bias))
+        self.linear_fc1 = linear_fc1 or backend.linear(
+            context, LinearOptions(f"{prefix}.linear_fc1", "column", fp8[0], bias)
+        )
+        self.linear_fc2 = backend.linear(
+            context, LinearOptions(f"{prefix}.linear_fc2", "row", fp8[1], bias)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """fc2(activation(fc1(x)))."""

@@ -24,6 +24,31 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
+def gradient_like(mine: Tensor, weight: DTensor) -> DTensor:
+    """This rank's gradient [n, k] as a DTensor placed like the weight (maybe [2, n/2, k])."""
+    return DTensor.from_local(
+        mine.view(weight.to_local().shape),
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+
+
+def accumulate_gradient(weight: DTensor, mine: Tensor) -> None:
+    """Add this rank's gradient [n, k] to `weight.grad`, outside of autograd.
+
+    fp32, since several W slots may add up before FSDP2 takes the gradient over.
+    """
+    if weight.grad_dtype != torch.float32:
+        weight.grad_dtype = torch.float32
+    if weight.grad is None:
+        weight.grad = gradient_like(mine, weight).float()
+    else:
+        local(weight.grad).add_(mine.view(local(weight.grad).shape))
+
+
 def _draw_rows(seed: int, name: str, first: int, last: int, columns: int, std: float) -> Tensor:
     """Rows [first, last) of the parameter seen as [rows, columns], fp32 on CPU."""
     parts = []

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import RunConfig
 from megafp8.layers.attention import AttentionOptions, SelfAttention
-from megafp8.layers.backend import Backend, LayerContext
+from megafp8.layers.backend import Backend, LayerContext, LinearOptions, NormOptions
 from megafp8.layers.dropout import MicroBatchKey, dropout
 from megafp8.layers.mlp import Mlp
 from megafp8.layers.rope import Rope
@@ -47,34 +47,39 @@ class Block(nn.Module):
             first, second = (plan.precision(name) == "fp8" for name in names)
             return first, second
 
-        self.input_layernorm = backend.norm(context, f"{prefix}.input_layernorm", *norm)
-        self.self_attention = SelfAttention(
-            context,
-            backend,
-            AttentionOptions(
-                prefix=attention,
-                num_heads=model.num_attention_heads,
-                num_groups=model.query_groups,
-                head_dim=model.head_dim,
-                fp8=fp8(f"{attention}.linear_qkv", f"{attention}.linear_proj"),
-                qkv_bias=model.qkv_bias,
-                output_bias=model.attention_output_bias,
-                norm=norm if model.qk_layernorm else None,
-                dropout=model.attention_dropout,
-                window_left=model.window_left,
-                recompute_core=config.training.recompute_granularity == "selective",
-            ),
-            rope,
+        options = AttentionOptions(
+            prefix=attention,
+            num_heads=model.num_attention_heads,
+            num_groups=model.query_groups,
+            head_dim=model.head_dim,
+            fp8=fp8(f"{attention}.linear_qkv", f"{attention}.linear_proj"),
+            qkv_bias=model.qkv_bias,
+            output_bias=model.attention_output_bias,
+            norm=norm if model.qk_layernorm else None,
+            dropout=model.attention_dropout,
+            window_left=model.window_left,
+            recompute_core=config.training.recompute_granularity == "selective",
+            core_fp8=plan.core_is_fp8(layer),
         )
-        self.pre_mlp_layernorm = backend.norm(context, f"{prefix}.pre_mlp_layernorm", *norm)
+        self.input_layernorm, linear_qkv = backend.norm_linear(
+            context, NormOptions(f"{prefix}.input_layernorm", *norm), options.qkv
+        )
+        self.self_attention = SelfAttention(context, backend, options, rope, linear_qkv)
+        precisions = fp8(f"{mlp}.linear_fc1", f"{mlp}.linear_fc2")
+        self.pre_mlp_layernorm, linear_fc1 = backend.norm_linear(
+            context,
+            NormOptions(f"{prefix}.pre_mlp_layernorm", *norm),
+            LinearOptions(f"{mlp}.linear_fc1", "column", precisions[0], model.mlp_bias),
+        )
         self.mlp = Mlp(
             context,
             backend,
             mlp,
-            fp8(f"{mlp}.linear_fc1", f"{mlp}.linear_fc2"),
+            precisions,
             model.mlp_bias,
             model.swiglu,
             model.activation,
+            linear_fc1,
         )
 
     def forward(self, x: Tensor, key: MicroBatchKey) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 
 from megafp8.config import ModelShape, ParameterSpec, RunConfig
 from megafp8.config.shape import EMBEDDING, OUTPUT
+from megafp8.config.user_buffers import user_buffer_options
 from megafp8.errors import ConfigurationError
 from megafp8.layers import LayerContext, ParameterFactory
 from megafp8.layers.choice import BackendChoice, choose_backend, make_backend
@@ -17,7 +18,7 @@ from megafp8.layers.parameters import local
 from megafp8.layers.rope import Rope, RopeScaling
 from megafp8.model.gpt import GPTStage
 from megafp8.numerics import Recipe, ScaleRegistry
-from megafp8.parallel.fsdp import shard_module
+from megafp8.parallel.fsdp import Fp8ReduceScatter, Fp8Wires, shard_module
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import DeferredWeightGradients, PipelineRunner
 from megafp8.precision import PrecisionPlan
@@ -40,6 +41,7 @@ class Model:
         partial_gradients: names whose gradients are partial sums over tp after the backward.
         backend: which backend made the layers, and why.
         scope: `Backend.scope`, for calling single layers.
+        fp8_reductions: FP8 reductions of the blocks' gradients, which may hold residuals.
     """
 
     stages: list[GPTStage]
@@ -51,6 +53,7 @@ class Model:
     partial_gradients: frozenset[str]
     backend: BackendChoice
     scope: Callable[[], AbstractContextManager[Any]]
+    fp8_reductions: list[Fp8ReduceScatter]
 
     @torch.no_grad()
     def copy_tied_embedding(self) -> None:
@@ -85,12 +88,19 @@ def build_model(
     registry = ScaleRegistry(recipe) if recipe is not None else None
     rope = _rope(config, mesh.world.device)
     choice = choose_backend(config)
-    backend = make_backend(choice, recipe, mesh)
+    fp8_linears = plan.count("fp8")
+    overlap = user_buffer_options(config, fp8_linears, len(plan.linears) - fp8_linears)
+    backend = make_backend(choice, config, recipe, mesh, overlap)
+
+    reductions: list[Fp8ReduceScatter] = []
 
     def shard(module: nn.Module, kind: str) -> None:
         # The fused [2, ffn, h] weight is split along h: its halves stay whole on every rank.
         dims = {p: 2 for p in module.parameters() if p.dim() == 3}
-        shard_module(module, mesh, kind, dtype, dims)
+        fp8 = _fp8_wires(config, module) if kind == "block" else None
+        reduction = shard_module(module, mesh, kind, dtype, dims, fp8)
+        if reduction is not None:
+            reductions.append(reduction)
 
     stages, queues = [], []
     for index in layout.stage_indices(mesh.pp_rank):
@@ -124,6 +134,7 @@ def build_model(
         partial_gradients=_partial_gradients(shape, parameters, tp_sequence > 1),
         backend=choice,
         scope=backend.scope,
+        fp8_reductions=reductions,
     )
 
 
@@ -152,8 +163,24 @@ def _layer_context(
         compute_dtype=DTYPES[config.precision.compute_dtype],
         sequence_parallel=layout.sequence_parallel and layout.tp > 1,
         fp8_gather=config.precision.fp8_tp_comm != "none",
+        fp8_reduce=config.precision.fp8_tp_comm == "all",
+        fp8_param_gather=config.precision.fp8_param_gather,
         cache_weights=not layout.reshard_after_forward or layout.fsdp == 1,
         deferred=queue,
+        norm_impl=config.model.norm_impl,
+    )
+
+
+def _fp8_wires(config: RunConfig, block: nn.Module) -> Fp8Wires:
+    """What of a block's FSDP traffic is FP8; nothing in runs without FP8."""
+    precision = config.precision
+    if not precision.fp8:
+        return Fp8Wires()
+    casts = {name: getattr(m, "weight_cast", None) for name, m in block.named_modules()}
+    return Fp8Wires(
+        grad_reduce=precision.fp8_grad_reduce,
+        error_feedback=precision.fp8_grad_error_feedback,
+        weights={f"{name}.weight": cast for name, cast in casts.items() if cast is not None},
     )
 
 

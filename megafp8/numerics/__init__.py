@@ -5,32 +5,51 @@ from megafp8.numerics.gemm import (
     DIMENSION_MULTIPLE,
     check_gemm_dims,
     dgrad,
-    fp8_hardware,
     fprop,
     keep_decoded,
     wgrad,
 )
+from megafp8.numerics.granular import (
+    block_along,
+    block_amax,
+    quantize_blocks,
+    quantize_tensor,
+    weight_block,
+)
+from megafp8.numerics.hardware import fp8_hardware, recipe_hardware
+from megafp8.numerics.payload import decode_row, encode_rows, sum_rows
 from megafp8.numerics.quantize import QuantizedTensor, compute_amax, decode, quantize
-from megafp8.numerics.recipe import ROLES, Recipe, Role
+from megafp8.numerics.recipe import CORE_ROLES, RECIPE_NAMES, ROLES, Recipe, Role
 from megafp8.numerics.registry import ScaleRegistry
 
 __all__ = [
     "DIMENSION_MULTIPLE",
     "E4M3",
     "E5M2",
+    "CORE_ROLES",
+    "RECIPE_NAMES",
     "ROLES",
     "Fp8Format",
     "QuantizedTensor",
     "Recipe",
     "Role",
     "ScaleRegistry",
+    "block_along",
+    "block_amax",
     "check_gemm_dims",
     "compute_amax",
     "decode",
+    "decode_row",
     "dgrad",
+    "encode_rows",
     "fp8_hardware",
     "fprop",
     "keep_decoded",
     "quantize",
+    "quantize_blocks",
+    "quantize_tensor",
+    "recipe_hardware",
+    "weight_block",
+    "sum_rows",
     "wgrad",
 ]

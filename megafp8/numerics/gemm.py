@@ -6,41 +6,27 @@ Letters: m tokens, k in features, n out features. Data are codes, each with its 
     dgrad  dx [m, k] = dy [m, n] @ w  [n, k]       E5M2 x E4M3   split accumulation
     wgrad  dw [n, k] = dy [m, n]^T @ x [m, k]      E5M2 x E4M3   split accumulation
 
-dy is cast once and feeds both backward products. On CUDA with FP8 units `torch._scaled_mm` wants
-its first operand row-major and its second column-major: fprop needs no copy, dgrad one transposed
-copy of w, wgrad one of each operand. Elsewhere the codes are decoded to bf16 (exact) and multiplied
+With one scale a tensor dy is cast once and feeds both backward products; other recipes cast for
+each direction (`granular`). On CUDA with FP8 units `torch._scaled_mm` wants its first operand
+row-major and its second column-major: fprop needs no copy, dgrad one transposed copy of w, wgrad
+one of each operand (`hardware`). Elsewhere the codes are decoded to bf16 (exact) and multiplied
 with fp32 accumulation.
 """
 
 from __future__ import annotations
 
-from functools import cache
+import math
 
 import torch
 from torch import Tensor
 
 from megafp8.errors import PrecisionError
-from megafp8.numerics.quantize import QuantizedTensor, decode
+from megafp8.numerics.hardware import native, native_mm
+from megafp8.numerics.quantize import QuantizedTensor, decode, scale_blocks_
 
 # cuBLASLt's FP8 kernels take dimensions in multiples of 16. The rule holds on every device, so
 # that a configuration that runs on a CPU also runs on a GPU.
 DIMENSION_MULTIPLE = 16
-
-
-def fp8_hardware(device: torch.device | str) -> tuple[bool, str]:
-    """Say whether `device` multiplies FP8 natively, with the reason."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return False, f"{device.type} has no FP8 matrix units"
-    if torch.version.hip is not None:
-        return False, "ROCm is not supported: its FP8 formats and layouts differ"
-    if not torch.cuda.is_available():
-        return False, "no CUDA device is available"
-    major, minor = torch.cuda.get_device_capability(device)
-    found = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
-    if (major, minor) < (8, 9):
-        return False, f"{found}; FP8 matrix units need 8.9"
-    return True, found
 
 
 def check_gemm_dims(
@@ -72,9 +58,10 @@ def fprop(
 ) -> Tensor:
     """Return y [m, n] = x [m, k] @ w [n, k]^T, scaled."""
     check_gemm_dims(x.data.shape[0], x.data.shape[1], w.data.shape[0], name="fprop")
-    if _native(x.data.device):
-        return _scaled_mm(x.data, w.data.t(), x, w, out_dtype, fast=True)
-    return _decoded_mm(_decode(x, out_dtype), _decode(w, out_dtype).t(), x, w)
+    if native(x, w):
+        return native_mm(x, False, w, True, out_dtype, fast=True)
+    (a, left), (b, right) = _operand(x, 1, out_dtype), _operand(w, 1, out_dtype)
+    return _decoded_mm(a, b.t(), left, right, out_dtype)
 
 
 def dgrad(
@@ -82,11 +69,12 @@ def dgrad(
 ) -> Tensor:
     """Return dx [m, k] = dy [m, n] @ w [n, k], scaled."""
     check_gemm_dims(dy.data.shape[0], w.data.shape[1], w.data.shape[0], name="dgrad")
-    if _native(dy.data.device):
-        return _scaled_mm(dy.data, w.data.t().contiguous().t(), dy, w, out_dtype, fast=False)
-    if dy.decoded is None:  # wgrad follows, decodes the same codes and takes this away
-        dy.decoded = decode(dy.data)
-    return _decoded_mm(_decode(dy, out_dtype), _decode(w, out_dtype), dy, w)
+    if native(dy, w):
+        return native_mm(dy, False, w, False, out_dtype, fast=False)
+    if dy.decoded is None and dy.block is None:
+        dy.decoded = decode(dy.data)  # wgrad follows, decodes the same codes and takes this away
+    (a, left), (b, right) = _operand(dy, 1, out_dtype), _operand(w, 0, out_dtype)
+    return _decoded_mm(a, b, left, right, out_dtype)
 
 
 def wgrad(
@@ -94,11 +82,11 @@ def wgrad(
 ) -> Tensor:
     """Return dw [n, k] = dy [m, n]^T @ x [m, k], scaled."""
     check_gemm_dims(dy.data.shape[0], x.data.shape[1], dy.data.shape[1], name="wgrad")
-    if _native(dy.data.device):
-        dy_t = dy.data.t().contiguous()
-        return _scaled_mm(dy_t, x.data.t().contiguous().t(), dy, x, out_dtype, fast=False)
-    dy_values, dy.decoded = _decode(dy, out_dtype), None
-    return _decoded_mm(dy_values.t(), _decode(x, out_dtype), dy, x)
+    if native(dy, x):
+        return native_mm(dy, True, x, False, out_dtype, fast=False)
+    (a, left), (b, right) = _operand(dy, 0, out_dtype), _operand(x, 0, out_dtype)
+    dy.decoded = None
+    return _decoded_mm(a.t(), b, left, right, out_dtype)
 
 
 def keep_decoded(operand: QuantizedTensor) -> None:
@@ -106,39 +94,64 @@ def keep_decoded(operand: QuantizedTensor) -> None:
 
     Nothing to do where FP8 is multiplied natively. `operand.data` must not be rewritten after.
     """
-    if operand.decoded is None and not _native(operand.data.device):
-        operand.decoded = decode(operand.data)
+    if operand.decoded is None and not native(operand, operand):
+        operand.decoded = _decode(operand)
 
 
-@cache
-def _native(device: torch.device) -> bool:
-    return device.type == "cuda" and fp8_hardware(device)[0]
+def _decode(operand: QuantizedTensor) -> Tensor:
+    """The operand's values, with its scales where they vary along what is summed over.
+
+    Powers of two go into bf16 values exactly (above 2**-133, bf16's smallest number): products are
+    then rounded once, after a sum in fp32, as hardware that scales its partial sums does it. Other
+    factors would round a bf16 value; with them the operand is fp32.
+    """
+    values = decode(operand.data)
+    if operand.block is None or _is_factor(operand):
+        return values
+    dtype = torch.bfloat16 if operand.power_of_2 else torch.float32
+    return scale_blocks_(values.to(dtype), operand.scale_inv.to(dtype), operand.block)
 
 
-def _decode(operand: QuantizedTensor, out_dtype: torch.dtype) -> Tensor:
-    # An fp32 result comes from fp32 operands: the bf16 product would round it to 8 bits.
-    values = decode(operand.data) if operand.decoded is None else operand.decoded
-    return values.float() if out_dtype == torch.float32 else values
+def _is_factor(operand: QuantizedTensor) -> bool:
+    """Whether the scales are one a row, or one in all, and no powers of two: they come last."""
+    block = operand.block
+    return block is None or (0 in block and not operand.power_of_2)
 
 
-def _scaled_mm(
-    a: Tensor, b: Tensor, qa: QuantizedTensor, qb: QuantizedTensor, dtype: torch.dtype, fast: bool
+def _operand(
+    operand: QuantizedTensor, summed: int, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """The values of an operand, and what is left to multiply the product with.
+
+    Args:
+        operand: of a GEMM.
+        summed: the dimension that the GEMM sums over.
+        out_dtype: an fp32 result comes from fp32 operands: a bf16 product would round it to 8 bits.
+    """
+    values = _decode(operand) if operand.decoded is None else operand.decoded
+    factor = operand.scale_inv if _is_factor(operand) else None
+    if factor is not None and operand.block is not None:
+        assert factor.shape[summed] == 1, "a scale for each row of what is not summed over"
+        factor = factor.flatten()
+    return (values.float() if out_dtype == torch.float32 else values), factor
+
+
+def _decoded_mm(
+    a: Tensor, b: Tensor, left: Tensor | None, right: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-        a,
-        b,
-        scale_a=qa.scale_inv,
-        scale_b=qb.scale_inv,
-        out_dtype=dtype,
-        use_fast_accum=fast,
-    )
-
-
-def _decoded_mm(a: Tensor, b: Tensor, qa: QuantizedTensor, qb: QuantizedTensor) -> Tensor:
-    if a.device.type == "cpu":
+    """A [m, k] @ b [k, n], times a factor (0-dim, [m] or [n]) on each side."""
+    if a.dtype != b.dtype:
+        a, b = a.float(), b.float()
+    factors = [factor for factor in (left, right) if factor is not None]
+    if not factors:
+        return torch.mm(a, b).to(out_dtype)
+    if a.device.type == "cpu" and all(factor.dim() == 0 for factor in factors):
         # alpha multiplies the fp32 accumulator: one rounding, and nothing to pay for the scaling
         # (a pass over y costs 0.11 ns per element). Reading a scalar is no sync on a CPU.
-        alpha = float(qa.scale_inv) * float(qb.scale_inv)
+        alpha = math.prod(float(factor) for factor in factors)
         return a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=alpha)
     # Rounds once before scaling and once after; alpha would need the scale on the host.
-    return torch.mm(a, b).float().mul_(qa.scale_inv).mul_(qb.scale_inv).to(a.dtype)
+    y = torch.mm(a, b).float()
+    if left is not None:
+        y.mul_(left[:, None] if left.dim() else left)
+    return (y if right is None else y.mul_(right)).to(out_dtype)

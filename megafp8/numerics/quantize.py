@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megafp8.numerics.formats import Fp8Format
 
-_CHUNK = 1 << 18  # elements; 1 MiB of fp32
+CHUNK = 1 << 18  # elements; 1 MiB of fp32
 
 
 @dataclass(slots=True)
@@ -29,18 +29,50 @@ class QuantizedTensor:
     """FP8 codes and the factor that brings them back: `x ~ data * scale_inv`.
 
     `scale_inv` (fp32, 0-dim) may be a view into a scale registry: whoever keeps a QuantizedTensor
-    beyond the registry's next update has to clone it. `decoded` is None, or the bf16 values of
-    `data` for products on devices without FP8 units; `data` is not rewritten while it is kept.
+    beyond the registry's next update has to clone it. With `block` (rows, columns; 0 is all of that
+    dimension) it is a grid, of fp32 or E8M0, with one entry for each block of `data` [m, k];
+    `power_of_2` then says that all entries are powers of two. `decoded` is None, or the values of
+    `data` for products on devices without FP8 units, in bf16 (times the grid where that is part of
+    the operand; see `gemm`); `data` is not rewritten while it is kept.
     """
 
     data: Tensor
     scale_inv: Tensor
     format: Fp8Format
     decoded: Tensor | None = field(default=None, repr=False, compare=False)
+    block: tuple[int, int] | None = None
+    power_of_2: bool = False
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Return `data * scale_inv`, multiplied in fp32 and rounded once to `dtype`."""
-        return decode(self.data, torch.float32).mul_(self.scale_inv).to(dtype)
+        values = decode(self.data, torch.float32)
+        if self.block is None:
+            return values.mul_(self.scale_inv).to(dtype)
+        return scale_blocks_(values, self.scale_inv.float(), self.block).to(dtype)
+
+    def spread_scale_inv(self) -> Tensor:
+        """Return scale_inv in fp32, in a form that multiplies elementwise with `data`."""
+        if self.block is None:
+            return self.scale_inv.float()
+        ones = torch.ones(self.data.shape, dtype=torch.float32, device=self.data.device)
+        return scale_blocks_(ones, self.scale_inv.float(), self.block)
+
+
+def whole_block(block: tuple[int, int], shape: torch.Size) -> tuple[int, int]:
+    """Return a block with its zeros, "all of this dimension", filled in."""
+    return block[0] or max(shape[0], 1), block[1] or max(shape[1], 1)
+
+
+def scale_blocks_(x: Tensor, grid: Tensor, block: tuple[int, int]) -> Tensor:
+    """Multiply contiguous x [m, k] in place by a scale for each block, and return it."""
+    (rows, columns), (r, c) = x.shape, whole_block(block, x.shape)
+    if rows % r == 0 and columns % c == 0:
+        x.view(rows // r, r, columns // c, c).mul_(grid[:, None, :, None])
+        return x
+    for dim in (0, 1):  # smaller blocks at an edge
+        if block[dim] > 1 and grid.shape[dim] > 1:
+            grid = grid.repeat_interleave(block[dim], dim).narrow(dim, 0, x.shape[dim])
+    return x.mul_(grid)
 
 
 def compute_amax(x: Tensor) -> Tensor:
@@ -67,11 +99,11 @@ def quantize(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
         A contiguous float8 tensor of x's shape. Codes depend on the values alone, not on strides.
     """
     x = x.detach()
-    if x.device.type != "cpu" or x.numel() <= _CHUNK:
+    if x.device.type != "cpu" or x.numel() <= CHUNK:
         return _scaled(x, scale, fmt).to(fmt.dtype)
     out = torch.empty(x.shape, dtype=fmt.dtype)
-    sources = x.contiguous().view(-1).split(_CHUNK)
-    for source, target in zip(sources, out.view(-1).split(_CHUNK), strict=True):
+    sources = x.contiguous().view(-1).split(CHUNK)
+    for source, target in zip(sources, out.view(-1).split(CHUNK), strict=True):
         target.copy_(_scaled(source, scale, fmt))
     return out
 
@@ -102,18 +134,18 @@ def decode(data: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return data.to(dtype)
     values = torch.empty(data.shape, dtype=torch.bfloat16)
     pairs = codes.view(torch.uint16)
-    if pairs.numel() <= _CHUNK:
+    if pairs.numel() <= CHUNK:
         _look_up(pairs, data.dtype, values.view(-1).view(torch.int32))
     else:
-        targets = values.view(-1).view(torch.int32).split(_CHUNK)
-        for source, target in zip(pairs.split(_CHUNK), targets, strict=True):
+        targets = values.view(-1).view(torch.int32).split(CHUNK)
+        for source, target in zip(pairs.split(CHUNK), targets, strict=True):
             _look_up(source, data.dtype, target)
     return values.to(dtype)
 
 
 def _look_up(pairs: Tensor, dtype: torch.dtype, out: Tensor) -> None:
     table, threads = _pair_table(dtype), torch.get_num_threads()
-    if threads == 1 or pairs.numel() < _CHUNK // 4 or pairs.numel() % threads:
+    if threads == 1 or pairs.numel() < CHUNK // 4 or pairs.numel() % threads:
         torch.index_select(table, 0, pairs.to(torch.int32), out=out)
         return
     # index_select runs on one thread; gather takes a row per thread, and int64 indices.

@@ -1,4 +1,4 @@
-"""The delayed-scaling recipe: frozen choices, and the functions that pick an amax from a window.
+"""The FP8 recipes: frozen choices, and the functions that pick an amax from a window.
 
 Every algorithm looks at filled entries only. An unfilled entry of a window is 0, and a filled one
 never is: a tensor whose amax is 0 leaves no entry.
@@ -17,8 +17,30 @@ from torch import Tensor
 from megafp8.errors import PrecisionError
 from megafp8.numerics.formats import E4M3, E5M2, Fp8Format
 
-Role = Literal["input", "weight", "grad_output"]
+Role = Literal[
+    "input", "weight", "grad_output", "qkv", "output", "softmax", "grad_qkv", "grad_softmax"
+]
+# Of a linear, and of an attention core: q, k and v share a scale, and so do their gradients.
 ROLES: tuple[Role, ...] = ("input", "weight", "grad_output")
+CORE_ROLES: tuple[Role, ...] = (
+    "qkv",
+    "output",
+    "softmax",
+    "grad_qkv",
+    "grad_output",
+    "grad_softmax",
+)
+ALL_ROLES: tuple[Role, ...] = tuple(dict.fromkeys(ROLES + CORE_ROLES))
+
+RecipeName = Literal["delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
+RECIPE_NAMES: tuple[RecipeName, ...] = (
+    "delayed",
+    "tensorwise",
+    "rowwise",
+    "rowwise_with_gw_hp",
+    "blockwise",
+    "mxfp8",
+)
 
 # [H, N] window, newest last -> [N]; a column without any entry gives 0 or NaN ("keep the scale").
 AmaxAlgorithm = Callable[[Tensor], Tensor]
@@ -26,9 +48,15 @@ AmaxAlgorithm = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Delayed scaling, as Transformer Engine defines it, with the choices that are ours.
+    """How scales are found, and the formats; the defaults are delayed scaling.
 
     Attributes:
+        name: `delayed` (scales from earlier steps), or a recipe that finds them in the tensor it
+            casts: `tensorwise` (one scale), `rowwise` and `rowwise_with_gw_hp` (one a row; the
+            second with weight gradients in high precision), `blockwise` (1x128, weights 128x128),
+            `mxfp8` (1x32, E8M0). The fields from `margin` to `weight_amax` are of `delayed` alone.
+        power_of_2_scales: scales are rounded down to powers of two.
+        scale_cap: no scale above it.
         margin: the scale is divided by `2**margin`.
         amax_history_len: entries of the window, one per optimizer step.
         amax_compute_algo: `max`, `most_recent`, `quantile:Q` (linear interpolation),
@@ -42,7 +70,12 @@ class Recipe:
         forward_format: format of inputs and weights.
         gradient_format: format of output gradients.
         fp8_wgrad: False computes the weight gradient from high-precision operands.
+        fake_quant: GEMMs take the FP8 operands decoded to BF16, on every device.
     """
+
+    name: RecipeName = "delayed"
+    power_of_2_scales: bool = False
+    scale_cap: float | None = None
 
     margin: int = 0
     amax_history_len: int = 1024
@@ -52,6 +85,7 @@ class Recipe:
     forward_format: Fp8Format = E4M3
     gradient_format: Fp8Format = E5M2
     fp8_wgrad: bool = True
+    fake_quant: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values without a meaning.
@@ -73,16 +107,26 @@ class Recipe:
             raise PrecisionError(
                 "forward_format e5m2 is not supported: no GEMM takes two e5m2 operands; use e4m3"
             )
+        if self.scale_cap is not None and not 0.0 < self.scale_cap < math.inf:
+            raise PrecisionError(f"scale_cap {self.scale_cap!r} is not a positive number")
+        if self.name == "mxfp8" and not self.power_of_2_scales:
+            raise PrecisionError("recipe mxfp8 has power-of-two scales (E8M0); found False")
         parse_amax_algorithm(self.amax_compute_algo)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether scales come from earlier steps; else from the tensor that is cast."""
+        return self.name == "delayed"
 
     def format(self, role: Role) -> Fp8Format:
         """Return the format in which tensors of this role are stored."""
-        if role not in ROLES:
-            raise PrecisionError(f"role {role!r} is not one of {', '.join(ROLES)}")
-        return self.gradient_format if role == "grad_output" else self.forward_format
+        if role not in ALL_ROLES:
+            raise PrecisionError(f"role {role!r} is not one of {', '.join(ALL_ROLES)}")
+        return self.gradient_format if role.startswith("grad_") else self.forward_format
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
+    "name": RECIPE_NAMES,
     "nonfinite_amax": ("skip", "freeze"),
     "weight_amax": ("updated", "cast"),
 }

@@ -9,6 +9,9 @@ The scale of step t comes from amaxes known before t; the first step uses 1.0.
     scale_new inf (tiny amax)           largest finite fp32
     pending 0 (unused in this step)     no entry
     pending inf or NaN                  `skip`: counted, no entry; `freeze`: see `Recipe`
+
+With a recipe that finds its scales in the tensor itself there is no state: such a registry only
+remembers what a step's tensors reached, so that a non-finite one is seen and named.
 """
 
 from __future__ import annotations
@@ -21,20 +24,8 @@ from torch import Tensor
 
 from megafp8.errors import CheckpointError, PrecisionError
 from megafp8.numerics.formats import Fp8Format
-from megafp8.numerics.recipe import ROLES, Recipe, Role, parse_amax_algorithm
-
-_FP32_MAX = torch.finfo(torch.float32).max
-
-
-def next_scale(amax: Tensor, scale: Tensor, fp8_max: Tensor, margin: int) -> Tensor:
-    """Return `(fp8_max / amax) / 2**margin`, elementwise in fp32.
-
-    Cases: amax 0, inf or NaN -> `scale`; a tiny amax, whose quotient is inf -> largest fp32.
-    """
-    usable = (amax > 0) & amax.isfinite()
-    new = (fp8_max / amax) / 2.0**margin
-    new = torch.where(new.isinf(), _FP32_MAX, new)
-    return torch.where(usable, new, scale)
+from megafp8.numerics.recipe import ALL_ROLES, Recipe, Role, parse_amax_algorithm
+from megafp8.numerics.scales import current_scale, next_scale
 
 
 class ScaleRegistry:
@@ -72,8 +63,10 @@ class ScaleRegistry:
             PrecisionError: for an unknown role or a name registered twice.
         """
         assert not self._finalized, "register() after finalize()"
-        if role not in ROLES:
-            raise PrecisionError(f"{module_name}: role {role!r} is not one of {', '.join(ROLES)}")
+        if role not in ALL_ROLES:
+            raise PrecisionError(
+                f"{module_name}: role {role!r} is not one of {', '.join(ALL_ROLES)}"
+            )
         key = (module_name, role)
         if key in self._index:
             raise PrecisionError(f"{module_name}: role {role!r} is registered twice")
@@ -84,7 +77,8 @@ class ScaleRegistry:
     def finalize(self, device: torch.device | str) -> None:
         """Allocate the state: scale 1.0, empty windows."""
         assert not self._finalized, "finalize() called twice"
-        n, h = len(self.keys), self.recipe.amax_history_len
+        n = len(self.keys)
+        h = self.recipe.amax_history_len if self.recipe.stateful else 0
         self.scale = torch.ones(n, dtype=torch.float32, device=device)
         self.scale_inv = torch.ones_like(self.scale)
         self.pending_amax = torch.zeros_like(self.scale)
@@ -147,13 +141,40 @@ class ScaleRegistry:
         self.version += 1
 
     @torch.no_grad()
+    def take_current(self, indices: Tensor, amax: Tensor) -> None:
+        """Set scales from amaxes of now: for weights whose shards several ranks cast apart.
+
+        Args:
+            indices: int64 [n] of weights.
+            amax: fp32 [n], the same on all ranks that hold shards.
+        """
+        fmt, power_of_2 = self.recipe.format("weight"), self.recipe.power_of_2_scales
+        self.scale[indices] = current_scale(amax, fmt, power_of_2=power_of_2)
+        torch.reciprocal(self.scale, out=self.scale_inv)
+        self.version += 1
+
+    @torch.no_grad()
+    def restore(self, scale: Tensor, amax_history: Tensor) -> None:
+        """Put back copies of `scale` and `amax_history`, as of before some updates."""
+        self.scale.copy_(scale)
+        self.amax_history.copy_(amax_history)
+        torch.reciprocal(self.scale, out=self.scale_inv)
+        self.version += 1
+
+    @torch.no_grad()
     def update(self, reduce_amax: Callable[[Tensor], None] | None = None) -> None:
         """Move this step's amaxes into the windows and choose new scales.
 
         Args:
             reduce_amax: reduces one flat fp32 [N] vector to its maximum over the ranks that share
-                the tensors, in place. NaN is inf there, since a MAX reduction may lose NaN.
+                the tensors, in place. NaN is inf there, since a MAX reduction may lose NaN. Not
+                called without state.
         """
+        if not self.recipe.stateful:
+            self.nonfinite += ~self.pending_amax.isfinite()
+            self.pending_amax.zero_()
+            self.version += 1
+            return
         skip = self.recipe.nonfinite_amax == "skip"
         nan_seen = self.pending_amax.isnan()
         amax = torch.nan_to_num(self.pending_amax, nan=torch.inf if skip else 0.0, posinf=torch.inf)
@@ -164,7 +185,10 @@ class ScaleRegistry:
         rolled = torch.cat((self.amax_history[1:], amax[None]))
         self.amax_history.copy_(torch.where(enters, rolled, self.amax_history))
         chosen = self._choose(self.amax_history)
-        self.scale.copy_(next_scale(chosen, self.scale, self._fp8_max, self.recipe.margin))
+        recipe = self.recipe
+        power_of_2, cap = recipe.power_of_2_scales, recipe.scale_cap
+        new = next_scale(chosen, self.scale, self._fp8_max, recipe.margin, power_of_2, cap)
+        self.scale.copy_(new)
         torch.reciprocal(self.scale, out=self.scale_inv)
         self.nonfinite += bad | nan_seen
         self.frozen_steps += (bad & skip) | ~chosen.isfinite()
@@ -177,6 +201,8 @@ class ScaleRegistry:
         `fp8.<module>.<role>.scale` is fp32 0-dim, `fp8.<module>.<role>.amax_history` fp32 [H].
         """
         state: dict[str, Tensor] = {}
+        if not self.recipe.stateful:
+            return state
         windows = self.amax_history.t().contiguous()
         for index, (module_name, role) in enumerate(self.keys):
             state[f"fp8.{module_name}.{role}.scale"] = self.scale[index].clone()
@@ -191,11 +217,14 @@ class ScaleRegistry:
         starts anew: scale 1.0, empty window.
 
         Returns:
-            How many tensors started anew.
+            How many tensors started anew; 0 without state, where only kept casts become stale.
 
         Raises:
             CheckpointError: for an entry of the wrong shape or a scale that is not positive.
         """
+        if not self.recipe.stateful:
+            self.drop_pending()
+            return 0
         scale = torch.ones(len(self.keys), dtype=torch.float32)
         history = torch.zeros(self.amax_history.shape, dtype=torch.float32)
         started_anew = 0

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megafp8.numerics.formats import Fp8Format
 from megafp8.numerics.quantize import QuantizedTensor, decode
-from megafp8.numerics.registry import next_scale
+from megafp8.numerics.scales import current_scale
 
 # Order of the vector that `count` returns.
 COUNTS = (
@@ -44,7 +44,7 @@ def count(x: Tensor, quantized: QuantizedTensor) -> Tensor:
         quantized: its cast; `scale_inv` is the one it was cast with.
     """
     x = x.detach().float()
-    scale_inv = quantized.scale_inv.float()
+    scale_inv = quantized.spread_scale_inv()
     values = decode(quantized.data, torch.float32)
     finite = x.isfinite()
     clean = torch.where(finite, x, 0.0)
@@ -86,12 +86,6 @@ def summarize(counts: Tensor) -> dict[str, float | None]:
         "sqnr_db": sqnr_db,
         "cosine": max(-1.0, min(1.0, c["products"] / norms)) if norms > 0 else None,
     }
-
-
-def current_scale(amax: Tensor, fmt: Fp8Format, margin: int = 0) -> Tensor:
-    """Return the scale that an amax of now would give; 1.0 for 0, inf and NaN. Elementwise."""
-    fp8_max = torch.full_like(amax, fmt.max)
-    return next_scale(amax, torch.ones_like(amax), fp8_max, margin)
 
 
 def scale_log2_drift(scale: Tensor, amax: Tensor, fmt: Fp8Format, margin: int = 0) -> Tensor:

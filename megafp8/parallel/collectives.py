@@ -5,12 +5,13 @@ Activations are [s, b, h]; with sequence parallelism s is split over the tensor-
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megafp8.numerics import Fp8Format, encode_rows, sum_rows
 from megafp8.parallel.traffic import Traffic
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 knows only the old ones.
@@ -21,7 +22,27 @@ reduce_scatter_single: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+class Pending(Protocol):
+    """Work under way, whose result is there after `wait`."""
+
+    def wait(self) -> Any:
+        """Finish it, in this thread's order of work on the device."""
+        ...
+
+
+class _PendingSum:
+    """An FP8 all-to-all under way: `wait` sums what has arrived into `shard`."""
+
+    def __init__(self, work: dist.Work | None, finish: Callable[[], None]) -> None:
+        self.work, self.finish = work, finish
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        self.finish()
 
 
 class CommGroup:
@@ -62,7 +83,7 @@ class CommGroup:
 
     def reduce_scatter(
         self, tensor: Tensor, kind: str, async_op: bool = False
-    ) -> tuple[Tensor, dist.Work | None]:
+    ) -> tuple[Tensor, Pending | None]:
         """[size * n, ...] summed over ranks -> this rank's [n, ...], and the work if async."""
         if self.size == 1:
             return tensor, None
@@ -71,6 +92,34 @@ class CommGroup:
         work = reduce_scatter_single(shard, tensor, group=self.process_group, async_op=async_op)
         self.traffic.gathered(kind, tensor, self.size)
         return shard, work
+
+    def reduce_scatter_fp8(
+        self, tensor: Tensor, kind: str, fmt: Fp8Format, async_op: bool = False
+    ) -> tuple[Tensor, Pending | None]:
+        """As `reduce_scatter`, with FP8 bytes on the wire and the sum in fp32 in rank order.
+
+        One all-to-all of codes and their scales (`numerics.payload`). This rank's own part does not
+        travel and is added uncast. Until the pending work is waited for, the shard is not filled.
+        """
+        if self.size == 1:
+            return tensor, None
+        shard = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+        rows = tensor.reshape(self.size, -1)
+        payload = encode_rows(rows, fmt)
+        received = torch.empty_like(payload)
+        work = dist.all_to_all_single(
+            received, payload, group=self.process_group, async_op=async_op
+        )
+        self.traffic.gathered(kind, payload, self.size)
+
+        def finish() -> None:
+            total = sum_rows(received, rows[self.rank], self.rank, fmt)
+            shard.copy_(total.view(shard.shape))
+
+        if not async_op:
+            finish()
+            return shard, None
+        return shard, _PendingSum(work, finish)
 
 
 class _CopyToGroup(torch.autograd.Function):

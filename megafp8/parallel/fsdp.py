@@ -1,9 +1,13 @@
 """FSDP2 over the data-parallel axes: fp32 master shards, compute-dtype gathers, fp32 reductions.
 
+Blocks may gather weights as FP8 codes and reduce gradients in FP8, see `Fp8Wires`.
+
 FSDP2 is used at every size, also one rank, so that there is a single path for master weights and
 gradient accumulation. Reductions are plain sums: the loss is divided once, by tokens, at the end.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,7 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from megafp8.numerics import E4M3, decode_row, encode_rows, sum_rows
 from megafp8.parallel.collectives import all_gather_single, reduce_scatter_single
+from megafp8.parallel.fp8_weights import WeightCast, gather_in_fp8
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.traffic import Traffic
 
@@ -59,13 +65,81 @@ class _CountedReduceScatter(_Allocating):
         )
 
 
+class Fp8ReduceScatter(_Allocating):
+    """FSDP2's reduce-scatter of gradients with FP8 bytes on the wire (`--fp8-grad-reduce`).
+
+    One all-to-all, then an fp32 sum in rank order: the bits depend on no arrival order. A rank's
+    own part is added uncast. An inf or NaN arrives as NaN, so that the gradient norm shows it.
+
+    With error feedback the rank keeps what the casts of this reduction lost and adds it to the
+    next one: fp32, as large as the module's whole gradient on this tp rank.
+    """
+
+    def __init__(self, traffic: Traffic, kind: str, error_feedback: bool) -> None:
+        super().__init__(traffic, kind)
+        self.error_feedback = error_feedback
+        self.residual: Tensor | None = None
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Fill `output_tensor` [n] from all ranks' `input_tensor` [size * n], both fp32."""
+        assert op == dist.ReduceOp.SUM and input_tensor.dtype == torch.float32
+        size, rank = group.size(), group.rank()
+        rows = input_tensor.view(size, -1)
+        if self.residual is not None:
+            rows.add_(self.residual)
+        payload = encode_rows(rows, E4M3)
+        received = torch.empty_like(payload)
+        self.traffic.gathered(self.kind, payload, size)
+        # FSDP2 calls this in a stream of its own, as it does its own reduce-scatter.
+        dist.all_to_all_single(received, payload, group=group)
+        output_tensor.copy_(sum_rows(received, rows[rank], rank, E4M3))
+        if self.error_feedback:
+            self._keep_losses(rows, payload, rank)
+
+    def forget(self) -> None:
+        """Drop what was kept: it belongs to a gradient that was not used."""
+        self.residual = None
+
+    def _keep_losses(self, rows: Tensor, payload: Tensor, rank: int) -> None:
+        """What travelled as something else than it was; nothing of a faulty gradient is kept."""
+        if self.residual is None:
+            self.residual = torch.zeros_like(rows)
+        for place, row in enumerate(rows):
+            if place != rank:
+                lost = row - decode_row(payload[place], row.numel(), E4M3)
+                self.residual[place] = torch.where(lost.isfinite(), lost, 0.0)
+
+
+@dataclass(frozen=True)
+class Fp8Wires:
+    """What of a module's FSDP traffic is FP8.
+
+    Attributes:
+        grad_reduce: its gradients are reduced in FP8.
+        error_feedback: with what a cast lost carried over to the next.
+        weights: parameters gathered as codes, by name in the module.
+    """
+
+    grad_reduce: bool = False
+    error_feedback: bool = False
+    weights: Mapping[str, WeightCast] = field(default_factory=dict)
+
+
 def shard_module(
     module: nn.Module,
     mesh: Mesh,
     kind: str,
     compute_dtype: torch.dtype,
     shard_dims: dict[nn.Parameter, int],
-) -> None:
+    fp8: Fp8Wires | None = None,
+) -> Fp8ReduceScatter | None:
     """Apply `fully_shard` to one module (its own parameters and those of unwrapped children).
 
     Args:
@@ -74,7 +148,12 @@ def shard_module(
         kind: "block" or "other", the traffic kind of its gathers and reductions.
         compute_dtype: dtype of the gathered parameters.
         shard_dims: parameters that FSDP2 splits along another dim than 0.
+        fp8: what travels as FP8; nothing by default.
+
+    Returns:
+        The FP8 reduction of its gradients, if it has one.
     """
+    wires = fp8 or Fp8Wires()
     fully_shard(
         module,
         mesh=mesh.fsdp_mesh,
@@ -91,13 +170,19 @@ def shard_module(
     module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     # FSDP2 takes any object with these methods; its base classes are not public.
     gather: Any = _CountedAllGather(traffic, f"fsdp_{kind}_all_gather")
-    reduce: Any = _CountedReduceScatter(traffic, f"fsdp_{kind}_reduce_scatter")
+    reduce_kind = f"fsdp_{kind}_reduce_scatter"
+    reduction = None
+    if wires.grad_reduce:
+        reduction = Fp8ReduceScatter(traffic, reduce_kind, wires.error_feedback)
+    reduce: Any = reduction or _CountedReduceScatter(traffic, reduce_kind)
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(reduce)
+    gather_in_fp8(module, wires.weights)
     replicas = mesh.layout.replicate
     if replicas > 1:
         # FSDP2 calls the hook with the tensor it has just all-reduced over the replicas.
         module.set_all_reduce_hook(partial(_count_replica_reduce, traffic, replicas))
+    return reduction
 
 
 def _count_replica_reduce(traffic: Traffic, replicas: int, tensor: Tensor) -> None:

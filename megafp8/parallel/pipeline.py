@@ -116,20 +116,27 @@ class PipelineRunner:
         """Whether this rank computes the loss."""
         return self.last_index in self.indices
 
-    def train(self, micro_batches: list[dict[str, Tensor]], loss_scale: float = 1.0) -> Tensor:
+    def train(
+        self,
+        micro_batches: list[dict[str, Tensor]],
+        loss_scale: float = 1.0,
+        between: Callable[[], None] = lambda: None,
+    ) -> Tensor:
         """Forward and backward over all micro-batches; gradients are left on the parameters.
 
         Args:
             micro_batches: dicts of tensors with a leading batch dim: `tokens` and what the stages
                 take beside it.
             loss_scale: multiplies the loss before the backward (FP16).
+            between: called after the backward of each micro-batch but the last; not with pipeline
+                parallelism, where a micro-batch's backward is no end of anything.
 
         Returns:
             fp32 scalar: the sum of token losses (0 on ranks without the last stage), unscaled.
         """
         self.loss_scale = loss_scale
         if self.mesh.layout.pp == 1:
-            return self._train_alone(micro_batches)
+            return self._train_alone(micro_batches, between)
         count = len(micro_batches)
         if count not in self._schedules:
             # Only the newest is kept (a batch ramp changes the count): each holds receive buffers
@@ -148,7 +155,9 @@ class PipelineRunner:
             total += loss.detach()
         return total / loss_scale
 
-    def _train_alone(self, micro_batches: list[dict[str, Tensor]]) -> Tensor:
+    def _train_alone(
+        self, micro_batches: list[dict[str, Tensor]], between: Callable[[], None]
+    ) -> Tensor:
         (module,) = self.modules
         keep = not self.mesh.layout.reshard_after_forward
         total = torch.zeros((), device=self.mesh.world.device)
@@ -157,6 +166,8 @@ class PipelineRunner:
             loss = module(micro_batch["tokens"], **_rest(micro_batch)).sum()
             (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
             total += loss.detach()
+            if index < len(micro_batches) - 1:
+                between()
         return total
 
     def _build_schedule(self, num_microbatches: int) -> Any:

@@ -15,6 +15,7 @@ from megafp8.config.policy import high_precision_reasons
 from megafp8.config.run import RunConfig
 from megafp8.config.shape import LinearSpec, ModelShape
 from megafp8.errors import PrecisionError
+from megafp8.precision.recipe import high_precision_wgrad
 
 Precision = Literal["fp8", "bf16", "fp32", "fp16"]
 
@@ -22,6 +23,7 @@ Precision = Literal["fp8", "bf16", "fp32", "fp16"]
 # what cuBLASLt's FP8 kernels align to. fprop, dgrad and wgrad between them put each of in
 # features, out features and tokens in both places.
 FP8_MULTIPLE = 16
+BLOCK_MULTIPLES = {"blockwise": 128, "mxfp8": 32}
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class LinearPlan:
 
 @dataclass(frozen=True)
 class HighPrecision:
-    """A part of the model that is never FP8 in this version."""
+    """A part of the model beside the linears, never FP8 but for the attention core."""
 
     part: str
     precision: str
@@ -64,13 +66,17 @@ class PrecisionPlan:
         linears: all linears of all blocks, in the order of the forward pass.
         high_precision: the other parts.
         tp_communication: what `--fp8-tp-comm` comes to.
+        dp_communication: what `--fp8-param-gather` and `--fp8-grad-reduce` come to.
         weight_gradients: what the weight gradients of FP8 linears are computed from.
+        fp8_attention: whether attention cores between two FP8 linears run in FP8.
     """
 
     linears: tuple[LinearPlan, ...]
     high_precision: tuple[HighPrecision, ...]
     tp_communication: str
+    dp_communication: str
     weight_gradients: str
+    fp8_attention: bool = False
 
     @cached_property
     def _by_name(self) -> dict[str, LinearPlan]:
@@ -87,6 +93,12 @@ class PrecisionPlan:
             raise PrecisionError(f"plan: no linear is named {name!r}; modules are {known}")
         return self._by_name[name].precision
 
+    def core_is_fp8(self, layer: int) -> bool:
+        """Return whether the attention core of a block runs in FP8."""
+        prefix = f"decoder.layers.{layer}.self_attention"
+        names = (f"{prefix}.linear_qkv", f"{prefix}.linear_proj")
+        return self.fp8_attention and all(self.precision(name) == "fp8" for name in names)
+
     def count(self, precision: Precision) -> int:
         """Return how many linears have a precision."""
         return sum(linear.precision == precision for linear in self.linears)
@@ -97,6 +109,7 @@ class PrecisionPlan:
             "linears": [asdict(linear) for linear in self.linears],
             "high_precision": [asdict(part) for part in self.high_precision],
             "tp_communication": self.tp_communication,
+            "dp_communication": self.dp_communication,
             "weight_gradients": self.weight_gradients,
         }
 
@@ -123,6 +136,7 @@ class PrecisionPlan:
             lines.append(f"  {part.part:<29} {part.precision}: {part.reason}")
         lines.append(f"  weight gradients: {self.weight_gradients}")
         lines.append(f"  tensor-parallel traffic: {self.tp_communication}")
+        lines.append(f"  data-parallel traffic: {self.dp_communication}")
         return "\n".join(lines)
 
 
@@ -147,7 +161,7 @@ def build_plan(config: RunConfig, shape: ModelShape, layout: Layout) -> Precisio
                 f"--{compute}" if compute != "fp32" else "no precision flag",
             )
         else:
-            refused = kept.get(spec.name) or _misfit(spec)
+            refused = kept.get(spec.name) or _misfit(spec, config.precision.recipe_name)
             precision = compute if refused else "fp8"
             reason = refused or _fp8_reason(config)
         linears.append(
@@ -171,33 +185,45 @@ def build_plan(config: RunConfig, shape: ModelShape, layout: Layout) -> Precisio
         tuple(linears),
         _high_precision(config),
         _tp_communication(config, layout),
+        _dp_communication(config, layout),
         _weight_gradients(config),
+        config.precision.fp8_attention == "dpa",
     )
 
 
-def _misfit(spec: LinearSpec) -> str | None:
+def _misfit(spec: LinearSpec, recipe: str) -> str | None:
     """Say which dimensions an FP8 GEMM does not take; None if all fit."""
     sizes = {
         "in features per rank": spec.in_features,
         "out features per rank": spec.out_features,
         "tokens of the GEMM": spec.tokens,
     }
-    bad = [f"{name} {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
+    multiple, who = FP8_MULTIPLE, "FP8 GEMMs"
+    if recipe in BLOCK_MULTIPLES:
+        # Blocks along tokens are those of each rank's own: they may not reach over two ranks.
+        multiple, who = BLOCK_MULTIPLES[recipe], f"{recipe}'s blocks"
+        sizes["tokens of one rank"] = spec.local_tokens
+    bad = [f"{name} {size}" for name, size in sizes.items() if size % multiple]
     if not bad:
         return None
-    return f"{' and '.join(bad)} not a multiple of {FP8_MULTIPLE}, which FP8 GEMMs need"
+    return f"{' and '.join(bad)} not a multiple of {multiple}, which {who} need"
 
 
 def _fp8_reason(config: RunConfig) -> str:
-    return f"--fp8-format {config.precision.fp8_format}, recipe {config.precision.recipe_name}"
+    precision = config.precision
+    fake = ", multiplied in BF16 (--fp8-fake-quant)" if precision.fp8_fake_quant else ""
+    return f"--fp8-format {precision.fp8_format}, recipe {precision.recipe_name}{fake}"
 
 
 def _high_precision(config: RunConfig) -> tuple[HighPrecision, ...]:
     compute = config.precision.compute_dtype
+    core = (compute, "softmax and its products need the range")
+    if config.precision.fp8_attention == "dpa":
+        core = ("fp8", "--fp8-attention dpa; where linear_qkv and linear_proj are FP8")
     rows = [
         ("embedding", compute, "a table look-up, no GEMM"),
         ("norms", compute, "sums over the hidden size; statistics in fp32"),
-        ("attention core", compute, "softmax and its products need the range"),
+        ("attention core", *core),
         ("output_layer", compute, "its errors go straight into the loss"),
         ("loss", "fp32", "a sum over the vocabulary"),
         ("gradients, optimizer, masters", "fp32", "small updates must not be lost"),
@@ -210,9 +236,10 @@ def _high_precision(config: RunConfig) -> tuple[HighPrecision, ...]:
 def _weight_gradients(config: RunConfig) -> str:
     if not config.precision.fp8:
         return f"from {config.precision.compute_dtype} operands"
-    if config.precision.fp8_wgrad:
+    reason = high_precision_wgrad(config)
+    if reason is None:
         return "FP8 operands, accumulated in fp32"
-    return "bf16 operands (--no-fp8-wgrad), accumulated in fp32"
+    return f"bf16 operands ({reason}), accumulated in fp32"
 
 
 def _tp_communication(config: RunConfig, layout: Layout) -> str:
@@ -224,11 +251,42 @@ def _tp_communication(config: RunConfig, layout: Layout) -> str:
         return f"all-reduce in {compute} (no --sequence-parallel{idle})"
     if not config.precision.fp8 or asked == "none":
         return f"all-gather and reduce-scatter in {compute}"
-    if config.precision.fp8_wgrad:
-        return f"all-gather of FP8 linears in FP8 (1 byte a value), reduce-scatter in {compute}"
+    scatter = compute
+    if asked == "all":
+        scatter = "FP8 (a scale every 256 values, summed in fp32)"
+    reason = high_precision_wgrad(config)
+    if reason is not None:
+        return (
+            f"all-gather of FP8 linears' inputs in FP8, and again in {compute} for weight "
+            f"gradients ({reason}); of output gradients in {compute}; reduce-scatter in {scatter}"
+        )
+    scales = ""
+    if config.precision.recipe_name in BLOCK_MULTIPLES:
+        scales = " with its scales, output gradients once for each product"
+    return f"all-gather of FP8 linears in FP8 (1 byte a value){scales}, reduce-scatter in {scatter}"
+
+
+def _dp_communication(config: RunConfig, layout: Layout) -> str:
+    precision, compute = config.precision, config.precision.compute_dtype
+    gather = precision.fp8 and precision.fp8_param_gather
+    reduce = precision.fp8 and precision.fp8_grad_reduce
+    replicas = ", all-reduced over replicas in fp32" if layout.replicate > 1 else ""
+    if layout.fsdp == 1:
+        parts = [f"nothing is sharded, fsdp size is 1{replicas}"]
+        if gather:
+            parts.append("FP8 weights are cast from the fp32 masters (--fp8-param-gather)")
+        if reduce:
+            parts.append("--fp8-grad-reduce has nothing to reduce")
+        return "; ".join(parts)
+    weights = f"parameters gathered in {compute}"
+    if gather:
+        weights = f"weights of FP8 linears gathered in FP8 (1 byte a value), others in {compute}"
+    if not reduce:
+        return f"{weights}; gradients reduced in fp32{replicas}"
+    carried = ", losses carried over" if precision.fp8_grad_error_feedback else ""
     return (
-        f"all-gather of FP8 linears' inputs in FP8, and again in {compute} for weight gradients "
-        f"(--no-fp8-wgrad); of output gradients, and reduce-scatter, in {compute}"
+        f"{weights}; gradients of blocks reduced in FP8 (a scale every 256 values, summed in "
+        f"fp32{carried}), others in fp32{replicas}"
     )
 
 

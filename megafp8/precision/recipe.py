@@ -15,19 +15,41 @@ def recipe_fields(config: RunConfig) -> dict[str, Any]:
     precision = config.precision
     if not precision.fp8:
         return {}
-    return {
+    fields: dict[str, Any] = {
         "name": precision.recipe_name,
-        "margin": precision.fp8_margin,
-        "amax_history_len": precision.fp8_amax_history_len,
-        "amax_compute_algo": precision.fp8_amax_compute_algo,
-        "amax_window": precision.fp8_amax_window,
-        "nonfinite_amax": precision.fp8_nonfinite_amax,
-        "weight_amax": precision.fp8_weight_amax,
-        "reduce_amax": precision.fp8_reduce_amax,
         "forward_format": "e4m3",
         "gradient_format": "e4m3" if precision.fp8_format == "e4m3" else "e5m2",
-        "fp8_wgrad": precision.fp8_wgrad,
+        "power_of_2_scales": precision.power_of_2_scales,
+        "fp8_wgrad": high_precision_wgrad(config) is None,
+        "fake_quant": precision.fp8_fake_quant,
     }
+    if precision.recipe_name == "delayed":
+        fields |= {
+            "margin": precision.fp8_margin,
+            "amax_history_len": precision.fp8_amax_history_len,
+            "amax_compute_algo": precision.fp8_amax_compute_algo,
+            "scale_cap": precision.fp8_scale_cap,
+            "amax_window": precision.fp8_amax_window,
+            "nonfinite_amax": precision.fp8_nonfinite_amax,
+            "weight_amax": precision.fp8_weight_amax,
+            "reduce_amax": precision.fp8_reduce_amax,
+        }
+    return fields
+
+
+def high_precision_wgrad(config: RunConfig) -> str | None:
+    """Return why weight gradients of FP8 linears come from high-precision operands, or None."""
+    precision = config.precision
+    if not precision.fp8_wgrad:
+        return "--no-fp8-wgrad"
+    if precision.recipe_name == "rowwise_with_gw_hp":
+        return "--fp8-recipe rowwise_with_gw_hp"
+    if precision.recipe_name == "rowwise" and config.parallel.sequence_parallel:
+        return (
+            "--fp8-recipe rowwise with --sequence-parallel: columns of a gathered operand, which "
+            "the weight gradient scales, span ranks"
+        )
+    return None
 
 
 def recipe_from_config(config: RunConfig) -> Recipe | None:
@@ -44,13 +66,8 @@ def recipe_from_config(config: RunConfig) -> Recipe | None:
     if not fields:
         return None
     formats = {"e4m3": E4M3, "e5m2": E5M2}
-    return Recipe(
-        margin=fields["margin"],
-        amax_history_len=fields["amax_history_len"],
-        amax_compute_algo=fields["amax_compute_algo"],
-        nonfinite_amax=fields["nonfinite_amax"],
-        weight_amax=fields["weight_amax"],
-        forward_format=formats[fields["forward_format"]],
-        gradient_format=formats[fields["gradient_format"]],
-        fp8_wgrad=fields["fp8_wgrad"],
-    )
+    for name in ("forward_format", "gradient_format"):
+        fields[name] = formats[fields[name]]
+    for name in ("amax_window", "reduce_amax"):  # not numerics: the training step's business
+        fields.pop(name, None)
+    return Recipe(**fields)

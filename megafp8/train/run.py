@@ -11,10 +11,10 @@ from megafp8.config import LaunchEnvironment, ModelShape, RunConfig
 from megafp8.data.loader import Datasets, build_datasets
 from megafp8.data.tokenizers import build_tokenizer, resolve_vocab_size
 from megafp8.errors import DataError, PrecisionError
-from megafp8.layers.choice import choose_backend
+from megafp8.layers.choice import choose_backend, close_backend
 from megafp8.log import get_logger
 from megafp8.model import Model, build_model
-from megafp8.numerics import fp8_hardware
+from megafp8.numerics import Recipe, recipe_hardware
 from megafp8.parallel import Mesh, build_mesh, start, stop
 from megafp8.parallel.watch import Watch
 from megafp8.precision import AuditLog, PrecisionPlan, build_plan, recipe_from_config
@@ -115,7 +115,7 @@ def _train_in(
     plan = build_plan(config, shape, mesh.layout)
     recipe = recipe_from_config(config)
     if recipe is not None:
-        _check_fp8_device(config, mesh)
+        _check_fp8_device(config, recipe, mesh)
     model = build_model(config, shape, plan, recipe, mesh)
     scaler = build_loss_scaler(config.precision)
     step = TrainingStep(config, model, mesh, scaler)
@@ -159,6 +159,7 @@ def _train_in(
             watch=watch,
             audit=audit,
         ).run()
+    close_backend(model.backend)
     how = "stopped" if signal else "done"
     log.info("%s: iteration %d, run folder %s", how, state.iteration, run_dir)
     return signal
@@ -205,6 +206,7 @@ def _note_resume(
             "layout_after": certificate.layout_after,
             "tensors": certificate.tensors,
             "scale_state_sha256": certificate.scale_state_sha256,
+            "scale_state_rule": certificate.scale_state_rule,
             "manifest_sha256_before": certificate.manifest_sha256,
             "manifest_sha256_after": manifest,
         },
@@ -218,14 +220,16 @@ def _seed_default_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _check_fp8_device(config: RunConfig, mesh: Mesh) -> None:
-    """A GPU without FP8 units emulates only if asked by name; a CPU always emulates."""
-    device = mesh.world.device
-    native, reason = fp8_hardware(device)
-    if device.type == "cuda" and not native and not config.precision.fp8_emulate:
+def _check_fp8_device(config: RunConfig, recipe: Recipe, mesh: Mesh) -> None:
+    """A GPU without units for the recipe emulates only if asked by name; a CPU always emulates."""
+    device, precision = mesh.world.device, config.precision
+    if precision.fp8_emulate or recipe.fake_quant:
+        return
+    native, reason = recipe_hardware(recipe, device)
+    if device.type == "cuda" and not native:
         raise PrecisionError(
-            f"--fp8-format {config.precision.fp8_format}: {reason}; give --fp8-emulate to compute "
-            "with FP8 values in BF16 GEMMs, or leave --fp8-format out"
+            f"--fp8-format {precision.fp8_format} --fp8-recipe {recipe.name}: {reason}; give "
+            "--fp8-emulate to compute with FP8 values in BF16 GEMMs, or leave --fp8-format out"
         )
 
 

@@ -54,7 +54,13 @@ class TrainingStep:
         self.gradients = Gradients(model, mesh)
         self.optimizer = build_optimizer(config.optimizer, self.gradients.named_shards())
         self.bad_steps_in_a_row = 0
-        self._fp8_weights = _fp8_weight_shards(model.registry, self.gradients)
+        self._bad_before: Tensor | None = None
+        gathered = config.precision.fp8 and config.precision.fp8_param_gather
+        self._fp8_weights = _fp8_weight_shards(model.registry, self.gradients, gathered)
+        self._fp8_weight_indices = torch.tensor(
+            [index for index, _ in self._fp8_weights], dtype=torch.int64, device=mesh.world.device
+        )
+        self.refresh_weight_scales()
 
     def run(
         self, micro_batches: list[dict[str, Tensor]], learning_rate: float, iteration: int
@@ -70,7 +76,8 @@ class TrainingStep:
             TrainingError: on all ranks, after `max_consecutive_bad_steps` skipped steps in a row.
         """
         scale = self.loss_scaler.scale
-        local_loss = self.model.runner.train(micro_batches, scale)
+        before = self._scales_before()
+        local_loss = self.model.runner.train(micro_batches, scale, self._between_micro_batches)
         totals = self._totals(local_loss, micro_batches)
         self.gradients.collect()
         norm = self.gradients.norm(self._hidden_fault(local_loss))
@@ -84,12 +91,14 @@ class TrainingStep:
         skipped = not finite or tokens == 0
         if skipped:
             self._report_skip(iteration, tokens)
+            for reduction in self.model.fp8_reductions:
+                reduction.forget()
         else:
             clip = self.config.optimizer.clip_grad
             clipped = min(1.0, clip / (grad_norm + 1e-6)) if clip > 0 else 1.0
             self.gradients.scale(clipped / divisor)
         take_step(self.optimizer, learning_rate, skip=skipped)
-        self._update_scales(skipped)
+        self._update_scales(skipped, before)
         overflow = not finite and math.isfinite(loss_sum) and self.loss_scaler.can_back_off
         self.loss_scaler.update(not finite)
         self._count_bad(iteration, finite or overflow)
@@ -115,23 +124,86 @@ class TrainingStep:
         fault = ~local_loss.isfinite()
         registry = self.model.registry
         if registry is not None and registry.recipe.nonfinite_amax == "skip":
-            fault = fault | ~registry.pending_amax.isfinite().all()
+            fault = fault | self._bad_casts(registry).any()
         return torch.where(fault, torch.inf, 0.0)
 
-    def _update_scales(self, skipped: bool) -> None:
-        """The single update of all FP8 scales: one MAX all-reduce of one flat vector."""
+    def _bad_casts(self, registry: ScaleRegistry) -> Tensor:
+        """Bool [N]: this rank's FP8 tensors that held an inf or NaN in this step."""
+        bad = ~registry.pending_amax.isfinite()
+        return bad if self._bad_before is None else bad | self._bad_before
+
+    def _scales_before(self) -> tuple[Tensor, Tensor] | None:
+        """Copies of scales and windows, where they move before the step is known to be good."""
+        registry, self._bad_before = self.model.registry, None
+        if registry is None or self.config.precision.fp8_amax_window == "step":
+            return None
+        return registry.scale.clone(), registry.amax_history.clone()
+
+    def _between_micro_batches(self) -> None:
+        """With one window entry per micro-batch, scales move after each; see `_update_scales`.
+
+        The last micro-batch's entry is made at the end of the step, with that of the weights.
+        """
+        registry = self.model.registry
+        if registry is None or self.config.precision.fp8_amax_window == "step":
+            return
+        self._bad_before = self._bad_casts(registry)
+        registry.update(self._reduce_amax)
+
+    def _update_scales(self, skipped: bool, before: tuple[Tensor, Tensor] | None) -> None:
+        """The update of all FP8 scales: one MAX all-reduce of one flat vector.
+
+        One per step, or one per micro-batch. A skipped step changes no scale: those that moved
+        within it (`before`) are put back.
+        """
         registry = self.model.registry
         if registry is None:
             return
         if skipped:
             registry.drop_pending()
+            if before is not None:
+                registry.restore(*before)
+            return
+        if not registry.recipe.stateful:
+            registry.update()
+            self.refresh_weight_scales()
             return
         for index, shard in self._fp8_weights:
             registry.record(index, compute_amax(shard))
         registry.update(self._reduce_amax)
 
-    def _reduce_amax(self, amax: Tensor) -> None:
+    @torch.no_grad()
+    def refresh_weight_scales(self) -> None:
+        """Current scales of weights that FSDP gathers in FP8, from the shards of now.
+
+        With delayed scaling they move with all others. A collective call of the stage's ranks:
+        at the start, after a load and after an optimizer step.
+        """
+        registry = self.model.registry
+        if registry is None or registry.recipe.stateful or not self._fp8_weights:
+            return
+        amax = torch.stack([compute_amax(shard) for _, shard in self._fp8_weights])
+        amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf)  # MAX may lose NaN
         self.mesh.stage.all_reduce(amax, "amax_all_reduce", dist.ReduceOp.MAX)
+        registry.take_current(self._fp8_weight_indices, amax)
+
+    def _reduce_amax(self, amax: Tensor) -> None:
+        """Maximum over the ranks that share scales; without sharing, only what has to agree.
+
+        A weight is one tensor for all data-parallel ranks, of which each holds a shard: its scale
+        has to cover the whole in any case. So with `--no-fp8-reduce-amax` weights still agree over
+        data parallel, and ranks of a tensor-parallel group, which hold different parts, do not.
+        """
+        if self.config.precision.fp8_reduce_amax:
+            self.mesh.stage.all_reduce(amax, "amax_all_reduce", dist.ReduceOp.MAX)
+            return
+        weights = self._fp8_weight_indices
+        if len(weights):
+            # A row for each tp rank: one reduction over the stage's group, which is there already.
+            rows = amax.new_zeros(self.mesh.layout.tp, len(weights))
+            rows[self.mesh.tp_rank] = amax[weights]
+            self.mesh.stage.all_reduce(rows, "amax_all_reduce", dist.ReduceOp.MAX)
+            amax[weights] = rows[self.mesh.tp_rank]
 
     def _report_skip(self, iteration: int, tokens: float) -> None:
         """Rank 0 names the parameters and ranks at fault. Rare, so object collectives are fine."""
@@ -155,7 +227,7 @@ class TrainingStep:
         registry = self.model.registry
         if registry is None:
             return []
-        bad = (~registry.pending_amax.isfinite()).nonzero().flatten().tolist()
+        bad = self._bad_casts(registry).nonzero().flatten().tolist()
         return [f"{registry.keys[index][0]} (FP8 {registry.keys[index][1]})" for index in bad]
 
     def _count_bad(self, iteration: int, good: bool) -> None:
@@ -174,10 +246,15 @@ class TrainingStep:
 
 
 def _fp8_weight_shards(
-    registry: ScaleRegistry | None, gradients: Gradients
+    registry: ScaleRegistry | None, gradients: Gradients, gathered: bool
 ) -> list[tuple[int, Tensor]]:
-    """(registry index, fp32 shard) of FP8 weights whose amax is taken from the updated masters."""
-    if registry is None or registry.recipe.weight_amax != "updated":
+    """(registry index, fp32 shard) of FP8 weights whose amax is taken from the updated masters.
+
+    Without state only if they are gathered in FP8.
+    """
+    if registry is None or not (registry.recipe.stateful or gathered):
+        return []
+    if registry.recipe.weight_amax != "updated":
         return []
     shards = {entry.name: entry.shard for entry in gradients.entries}
     return [

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.layers.attention import AttentionOptions, SelfAttention, window_mask
+from megafp8.layers.attention import AttentionOptions, SelfAttention
 from megafp8.layers.dropout import MicroBatchKey
 from megafp8.layers.native import NativeBackend
+from megafp8.layers.native.attention_core import window_mask
 from megafp8.layers.rope import Rope
 from tests.model.small import layer_context, randomize, small_config
 
@@ -139,9 +140,10 @@ def test_future_tokens_change_nothing():
 
 def attention_mask(attention: SelfAttention, key: MicroBatchKey, length: int, heads: int) -> Tensor:
     """The dropout mask of the core, read off: equal scores and values that are the identity."""
-    zeros = torch.zeros(2, heads, length, DIM)
-    values = torch.eye(length).expand(2, heads, length, length)
-    return attention._core(zeros, zeros, values, key) != 0
+    zeros = torch.zeros(length, 2, heads, DIM)
+    values = torch.eye(length)[:, None, None].expand(length, 2, heads, length)
+    weights = attention.core_attention(zeros, zeros, values, key)
+    return weights.view(length, 2, heads, length).permute(1, 2, 0, 3) != 0
 
 
 def test_dropout_mask_by_key():

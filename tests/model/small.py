@@ -187,6 +187,8 @@ def layer_context(config: RunConfig, vocab_size: int = VOCAB, **changes: Any) ->
         "compute_dtype": dtypes[config.precision.compute_dtype],
         "sequence_parallel": mesh.layout.sequence_parallel,
         "fp8_gather": config.precision.fp8_tp_comm != "none",
+        "fp8_reduce": config.precision.fp8_tp_comm == "all",
+        "fp8_param_gather": False,
         "cache_weights": True,
         "deferred": None,
     }

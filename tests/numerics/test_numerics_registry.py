@@ -249,8 +249,8 @@ def test_registration_errors() -> None:
     assert [made.register("a", "input"), made.register("a", "weight")] == [0, 1]
     with pytest.raises(PrecisionError, match="a: role 'input' is registered twice"):
         made.register("a", "input")
-    with pytest.raises(PrecisionError, match="role 'output' is not one of input, weight"):
-        made.register("a", "output")  # type: ignore[arg-type]
+    with pytest.raises(PrecisionError, match="role 'logits' is not one of input, weight"):
+        made.register("a", "logits")  # type: ignore[arg-type]
     made.register("a", "grad_output")
     made.finalize("cpu")
     assert made.keys == [("a", "input"), ("a", "weight"), ("a", "grad_output")]

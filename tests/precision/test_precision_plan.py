@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.config import ModelShape, RunConfig, load_config
+from megafp8.config.precision import RECIPES
 from megafp8.errors import ConfigurationError, PrecisionError
 from megafp8.precision import PrecisionPlan, build_plan
 
@@ -73,6 +74,49 @@ def test_the_parity_preset_is_fp8_throughout_at_every_layout(text: str, world_si
     assert plan.count("fp8") == len(plan.linears) == 16
     decisions = [(item.name, item.precision, item.reason) for item in plan.linears]
     assert decisions == [(item.name, item.precision, item.reason) for item in alone.linears]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "world_size", "linears"), [("tiny", 4, 16), ("llama3_8b", 8, 128)]
+)
+def test_presets_are_fp8_throughout_with_every_recipe(
+    recipe: str, name: str, world_size: int, linears: int
+) -> None:
+    plan = plan_of(preset(name, f"--fp8-recipe {recipe}"), world_size)
+    assert plan.count("fp8") == len(plan.linears) == linears
+    assert all(f"recipe {recipe}" in item.reason for item in plan.linears)
+    # Both presets have sequence parallelism, where columns of an operand span ranks.
+    high = "rowwise" in recipe
+    assert plan.weight_gradients.startswith("bf16 operands" if high else "FP8 operands")
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "fragment"),
+    [
+        ("--fp8-recipe blockwise", 1, "tokens of one rank 32 not a multiple of 128, which blockwise's"),
+        # 64 tokens, but 16 on each of two ranks with micro-batches of one.
+        (
+            "--fp8-recipe mxfp8 --tensor-model-parallel-size 2 --sequence-parallel "
+            "--micro-batch-size 1 --seq-length 32",
+            2,
+            "tokens of one rank 16 not a multiple of 32, which mxfp8's blocks need",
+        ),
+    ],
+)
+def test_blocks_have_to_fit_the_features_and_tokens_of_one_rank(
+    text: str, world_size: int, fragment: str
+) -> None:
+    with pytest.raises(PrecisionError, match="no linear can be FP8") as caught:
+        plan_of(plain(f"--hidden-size 64 --ffn-hidden-size 128 {text}"), world_size)
+    assert fragment in str(caught.value)
+
+
+def test_a_linear_that_blocks_do_not_fit_is_bf16_on_every_rank() -> None:
+    plan = plan_of(plain("--fp8-recipe mxfp8 --ffn-hidden-size 48"), 1)
+    found = {item.name.rpartition("linear_")[2]: item for item in plan.linears}
+    assert {name for name, item in found.items() if item.precision == "bf16"} == {"fc1", "fc2"}
+    assert "48 not a multiple of 32, which mxfp8's blocks need" in found["fc1"].reason
 
 
 @pytest.mark.parametrize(
@@ -205,11 +249,63 @@ def test_without_fp8(flags: str, precision: str, reason: str) -> None:
             2,
             "again in bf16 for weight gradients",
         ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --fp8-tp-comm all",
+            2,
+            "(1 byte a value), reduce-scatter in FP8 (a scale every 256 values, summed in fp32)",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --fp8-tp-comm all --no-fp8-wgrad",
+            2,
+            "of output gradients in bf16; reduce-scatter in FP8",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --fp8-tp-comm all",
+            2,
+            "--fp8-tp-comm all has nothing to gather",
+        ),
     ],
 )
 def test_what_tensor_parallel_traffic_comes_to(text: str, world_size: int, fragment: str) -> None:
     plan = plan_of(preset("parity", text), world_size)
     assert fragment in plan.tp_communication and fragment in plan.render()
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "wanted"),
+    [
+        ("", 1, "nothing is sharded, fsdp size is 1"),
+        (
+            "--fp8-param-gather --fp8-grad-reduce",
+            1,
+            "nothing is sharded, fsdp size is 1; FP8 weights are cast from the fp32 masters "
+            "(--fp8-param-gather); --fp8-grad-reduce has nothing to reduce",
+        ),
+        ("", 2, "parameters gathered in bf16; gradients reduced in fp32"),
+        (
+            "--fp8-format none --fp8-param-gather --fp8-grad-reduce",
+            2,
+            "parameters gathered in bf16; gradients reduced in fp32",
+        ),
+        (
+            "--fp8-param-gather",
+            2,
+            "weights of FP8 linears gathered in FP8 (1 byte a value), others in bf16; gradients "
+            "reduced in fp32",
+        ),
+        (
+            "--fp8-grad-reduce --fp8-grad-error-feedback --fsdp-size 2",
+            4,
+            "parameters gathered in bf16; gradients of blocks reduced in FP8 (a scale every 256 "
+            "values, summed in fp32, losses carried over), others in fp32, all-reduced over "
+            "replicas in fp32",
+        ),
+    ],
+)
+def test_what_data_parallel_traffic_comes_to(text: str, world_size: int, wanted: str) -> None:
+    plan = plan_of(preset("parity", text), world_size)
+    assert plan.dp_communication == wanted == plan.as_dict()["dp_communication"]
+    assert f"data-parallel traffic: {wanted}" in plan.render()
 
 
 def test_what_stays_high_is_listed_with_reasons() -> None:

@@ -63,7 +63,9 @@ def test_native_asks_for_nothing(monkeypatch: pytest.MonkeyPatch, impl: str) -> 
 
 
 def test_auto_takes_native_for_what_te_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(availability, "available", lambda fp8: (True, "TransformerEngine 2.20.2"))
+    monkeypatch.setattr(
+        availability, "available", lambda recipe: (True, "TransformerEngine 2.20.2")
+    )
     choice = choose_backend(load_config([*PARITY, "--no-fp8-wgrad"]))
     assert choice.chosen == "native" and "--no-fp8-wgrad" in choice.reason
 

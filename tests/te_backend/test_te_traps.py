@@ -127,7 +127,8 @@ def accumulated() -> tuple[Tensor, Tensor, int]:
     from megafp8.layers.transformer_engine.backend import TransformerEngineBackend
     from tests.support.te_cpu.emulation import CALLS
 
-    context = layer_context(small_config(GPT2, **FP8, disable_bias_linear=True))
+    config = small_config(GPT2, **FP8, disable_bias_linear=True)
+    context = layer_context(config, cache_weights=False)
     backend = TransformerEngineBackend(context.recipe, context.mesh)
     linear: Any = backend.linear(context, LinearOptions(NAME, "column", True, False))
     linear.to(torch.bfloat16)
@@ -187,7 +188,7 @@ def unknown_keywords() -> tuple[bool, str, dict[str, Any]]:
     from transformer_engine.common.recipe import DelayedScaling
 
     from megafp8.errors import PrecisionError
-    from megafp8.layers.transformer_engine.recipes import checked, delayed_scaling
+    from megafp8.layers.transformer_engine.recipes import checked, te_recipe
     from megafp8.numerics import Recipe
 
     swallowed = not hasattr(DelayedScaling(interval=1), "interval")  # type: ignore[call-arg]
@@ -196,7 +197,7 @@ def unknown_keywords() -> tuple[bool, str, dict[str, Any]]:
         said = ""
     except PrecisionError as error:
         said = str(error)
-    made = delayed_scaling(Recipe())
+    made: Any = te_recipe(Recipe())
     return swallowed, said, {"format": made.fp8_format.name, "reduce": made.reduce_amax}
 
 
@@ -217,7 +218,7 @@ def stock_after_bf16() -> int:
 
 def after_bf16() -> tuple[bool, bool]:
     """Scale state before and after a pass in which TE's FP8 is off."""
-    training = start_te(ALONE)
+    training = start_te((*ALONE, "--no-te-fused-norms"))  # te.Linear alone
     training.iterate(2)
     import transformer_engine.pytorch as te
 

@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import nn
 
-from megafp8.layers.backend import LayerContext, LinearOptions
+from megafp8.layers.backend import CoreOptions, LayerContext, LinearOptions, NormOptions
+from megafp8.layers.native.attention_core import SdpaCore
 from megafp8.layers.native.linear import Fp8Linear, HighPrecisionLinear
-from megafp8.layers.native.norm import Norm
+from megafp8.layers.norms import make_norm
 
 
 class NativeBackend:
@@ -21,7 +22,19 @@ class NativeBackend:
 
     def norm(self, context: LayerContext, name: str, kind: str, epsilon: float) -> nn.Module:
         """See `Backend.norm`."""
-        return Norm(context, name, kind, epsilon)
+        return make_norm(context, name, kind, epsilon)
+
+    def norm_linear(
+        self, context: LayerContext, norm: NormOptions, linear: LinearOptions
+    ) -> tuple[nn.Module, nn.Module]:
+        """See `Backend.norm_linear`; two separate layers."""
+        first = self.norm(context, norm.name, norm.kind, norm.epsilon)
+        return first, self.linear(context, linear)
+
+    def attention_core(self, context: LayerContext, options: CoreOptions) -> nn.Module:
+        """See `Backend.attention_core`."""
+        assert not options.fp8
+        return SdpaCore(options)
 
     def scope(self) -> AbstractContextManager[Any]:
         """See `Backend.scope`; nothing here."""

@@ -12,23 +12,31 @@ Communication with sequence parallelism (s split over tp outside the tensor-para
     row-parallel      forward: reduce-scatter y  backward: gather dy
 
 and without it: column-parallel all-reduces dx in backward, row-parallel all-reduces y in forward.
-FP8 operands are gathered as their one-byte payload: delayed scaling gives all ranks one scale.
-dy is quantized once (E5M2) and feeds dgrad and wgrad.
+FP8 operands are gathered as their one-byte payload. With one scale a tensor all ranks have the
+same, and dy is quantized once for dgrad and wgrad; with scales for rows or blocks these travel too.
+With `--fp8-tp-comm all` the reduce-scatters of FP8 linears are FP8 too, with scales of their own.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megafp8.layers.backend import LayerContext, LinearOptions
-from megafp8.layers.native.operands import Fp8Operands, HighPrecisionOperands, Operands
-from megafp8.layers.parameters import local
-from megafp8.parallel.collectives import LINEAR_KINDS
+from megafp8.layers.native.granular import GranularOperands
+from megafp8.layers.native.operands import (
+    Fp8Operands,
+    HighPrecisionOperands,
+    Operands,
+    TensorwiseOperands,
+)
+from megafp8.layers.parameters import accumulate_gradient, gradient_like, local
+from megafp8.numerics import E4M3, Fp8Format
+from megafp8.parallel.collectives import LINEAR_KINDS, Pending
+from megafp8.parallel.fp8_weights import WeightCast
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -38,26 +46,28 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: DTensor, layer: "_TensorParallelLinear") -> Tensor:
         operands, gathers = layer.operands, layer.gathers_input
         x_saved, x_full = operands.enter("input", x.reshape(-1, x.shape[-1]), gathers)
-        w = operands.weight(weight.to_local().flatten(0, -2))
+        w = operands.weight(weight.to_local().flatten(0, -2), "fprop")
         y = operands.fprop(x_full, w)  # [m, k] @ [k, n] -> [m, n]
         if layer.options.mode == "row":
             y = layer.reduce(y, LINEAR_KINDS[1])[0]
         # FSDP frees and refills the storage of a gathered weight between forward and backward, so
         # the weight itself is saved, unless its FP8 cast is kept for the whole step anyway.
         ctx.kept_weight = w if operands.keeps_weight else None
-        saved = [operands.data(x_saved)] + ([] if operands.keeps_weight else [weight.to_local()])
-        ctx.save_for_backward(*saved)
-        ctx.layer, ctx.weight, ctx.x_scale_inv = layer, weight, operands.scale_inv(x_saved)
+        saved, ctx.x_rest = operands.pack(x_saved)
+        ctx.save_for_backward(*([] if operands.keeps_weight else [weight.to_local()]), *saved)
+        ctx.layer, ctx.weight = layer, weight
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         layer, operands = ctx.layer, ctx.layer.operands
-        x_data, *weights = ctx.saved_tensors
-        x_saved = operands.wrap("input", x_data, ctx.x_scale_inv)
-        w = operands.weight(weights[0].flatten(0, -2)) if weights else ctx.kept_weight
+        saved = list(ctx.saved_tensors)
+        w = ctx.kept_weight
+        if w is None:
+            w = operands.weight(saved.pop(0).flatten(0, -2), "dgrad")
+        x_saved = operands.unpack("input", saved, ctx.x_rest)
         dy2 = grad.reshape(-1, grad.shape[-1])
-        dy_saved, dy = operands.enter("grad_output", dy2, layer.gathers_grad)
+        dy_wgrad, dy = operands.enter("grad_output", dy2, layer.gathers_grad)
         # x is gathered before dx is reduced: both use one communicator, and in this order the
         # reduce-scatter runs under wgrad.
         x_early = None
@@ -69,13 +79,11 @@ class _LinearFunction(torch.autograd.Function):
             if layer.options.mode == "column":
                 dx, work = layer.reduce(dx, LINEAR_KINDS[1], async_op=True)
 
-        def weight_gradient() -> DTensor:
+        def weight_gradient() -> Tensor:
             x = x_early
             if x is None:
                 x = operands.gather_again(x_saved, layer.gathers_input)
-            left = dy if operands.fp8_wgrad else dy_saved
-            dw = operands.wgrad(left, x)  # [n, m] @ [m, k] -> [n, k]
-            return _as_gradient(dw, ctx.weight)
+            return operands.wgrad(dy_wgrad, x)  # [n, m] @ [m, k] -> [n, k]
 
         dw = layer.emit(ctx.weight, weight_gradient) if ctx.needs_input_grad[1] else None
         if work is not None:
@@ -85,22 +93,11 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, None
 
 
-def _as_gradient(mine: Tensor, weight: DTensor) -> DTensor:
-    """This rank's gradient [n, k] as a DTensor placed like the weight (maybe [2, n/2, k])."""
-    return DTensor.from_local(
-        mine.view(weight.to_local().shape),
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
-
-
 class _TensorParallelLinear(nn.Module):
     """What both precisions share: parameters, bias, communication by mode."""
 
     operands: Operands
+    reduce_format: Fp8Format | None = None  # of reduce-scatters, else the compute dtype
 
     def __init__(self, context: LayerContext, options: LinearOptions) -> None:
         super().__init__()
@@ -115,27 +112,22 @@ class _TensorParallelLinear(nn.Module):
 
     def reduce(
         self, partial: Tensor, kind: str, async_op: bool = False
-    ) -> tuple[Tensor, dist.Work | None]:
+    ) -> tuple[Tensor, Pending | None]:
         """Sum over tp: to this rank's tokens with sequence parallelism, else to all ranks."""
+        if self.sequence_parallel and self.reduce_format is not None:
+            return self.tp.reduce_scatter_fp8(partial, kind, self.reduce_format, async_op)
         if self.sequence_parallel:
             return self.tp.reduce_scatter(partial, kind, async_op)
         return partial, self.tp.all_reduce(partial, "tp_all_reduce", async_op=async_op)
 
-    def emit(self, weight: DTensor, compute: Callable[[], DTensor]) -> DTensor | None:
+    def emit(self, weight: DTensor, compute: Callable[[], Tensor]) -> DTensor | None:
         """The weight gradient now, or queued for the W slot of a zero-bubble schedule."""
         if self.deferred is None:
-            return compute()
+            return gradient_like(compute(), weight)
 
         @torch.no_grad()
         def accumulate() -> None:
-            gradient = compute()
-            # fp32, since several W slots may add up before FSDP2 takes the gradient over.
-            if weight.grad_dtype != torch.float32:
-                weight.grad_dtype = torch.float32
-            if weight.grad is None:
-                weight.grad = gradient.float()
-            else:
-                local(weight.grad).add_(gradient.to_local())
+            accumulate_gradient(weight, compute())
 
         self.deferred.queue.append(accumulate)
         return None
@@ -167,13 +159,29 @@ class HighPrecisionLinear(_TensorParallelLinear):
         return F.linear(x, local(self.weight).flatten(0, -2), bias)
 
 
+FP8_OPERANDS: dict[str, type[Fp8Operands] | type[GranularOperands]] = {
+    "delayed": Fp8Operands,
+    "tensorwise": TensorwiseOperands,
+    "rowwise": GranularOperands,
+    "rowwise_with_gw_hp": GranularOperands,
+    "blockwise": GranularOperands,
+    "mxfp8": GranularOperands,
+}
+
+
 class Fp8Linear(_TensorParallelLinear):
-    """A linear whose three GEMMs run in FP8 with delayed scaling."""
+    """A linear whose three GEMMs run in FP8, by the recipe's operands.
+
+    Attributes:
+        weight_cast: how FSDP gathers the weight as FP8 codes; None if it gathers the compute dtype.
+    """
+
+    weight_cast: WeightCast | None = None
 
     def __init__(self, context: LayerContext, options: LinearOptions) -> None:
         super().__init__(context, options)
         assert context.registry is not None and context.recipe is not None
-        self.operands = Fp8Operands(
+        self.operands = FP8_OPERANDS[context.recipe.name](
             options.name,
             self.tp,
             context.registry,
@@ -181,3 +189,8 @@ class Fp8Linear(_TensorParallelLinear):
             fp8_gather=context.fp8_gather,
             keeps_weight=context.cache_weights,
         )
+        if context.fp8_reduce:
+            self.reduce_format = E4M3
+        if context.fp8_param_gather:
+            index = context.registry.index_of(options.name, "weight")
+            self.weight_cast = WeightCast(context.registry, index)

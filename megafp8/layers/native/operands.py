@@ -1,11 +1,17 @@
-"""The operands of a linear's GEMMs: in the compute dtype, or quantized to FP8."""
+"""The operands of a linear's GEMMs: in the compute dtype, or in FP8 with one scale a tensor.
 
-from typing import Any, Protocol
+Recipes with a scale for each row or block are in `granular.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.numerics import (
+    ROLES,
     QuantizedTensor,
     Recipe,
     Role,
@@ -15,39 +21,43 @@ from megafp8.numerics import (
     fprop,
     keep_decoded,
     quantize,
+    quantize_tensor,
     wgrad,
 )
+from megafp8.numerics.granular import Axis
 from megafp8.parallel.collectives import LINEAR_KINDS, CommGroup
+from megafp8.parallel.fp8_weights import Fp8Weight
+
+WeightUse = Literal["fprop", "dgrad"]
 
 
 class Operands(Protocol):
-    """What a linear needs of its operands; an operand is a tensor or a `QuantizedTensor`."""
+    """What a linear needs of its operands; only the class itself knows what an operand is."""
 
     keeps_weight: bool
-    fp8_wgrad: bool
 
     def enter(self, role: Role, x: Tensor, gather: bool) -> tuple[Any, Any]:
-        """(what to save for wgrad, what fprop or dgrad reads), gathered over tp if asked."""
+        """(for wgrad, for fprop or dgrad), gathered over tp if asked.
+
+        The first is what is saved of an input (see `gather_again`), and what wgrad reads of an
+        output gradient.
+        """
         ...
 
     def gather_again(self, x: Any, gather: bool) -> Any:
         """The saved operand as wgrad needs it."""
         ...
 
-    def weight(self, w: Tensor) -> Any:
-        """The weight operand [n, k]."""
+    def weight(self, w: Tensor, use: WeightUse) -> Any:
+        """The weight operand [n, k] of fprop or dgrad; of both if weights are kept."""
         ...
 
-    def data(self, operand: Any) -> Tensor:
-        """The tensor to save for backward."""
+    def pack(self, operand: Any) -> tuple[list[Tensor], Any]:
+        """(tensors to save for backward, what else `unpack` needs)."""
         ...
 
-    def scale_inv(self, operand: Any) -> Tensor | None:
-        """The scale to decode it with, if any."""
-        ...
-
-    def wrap(self, role: Role, data: Tensor, scale_inv: Tensor | None) -> Any:
-        """A saved tensor as operand again."""
+    def unpack(self, role: Role, tensors: list[Tensor], rest: Any) -> Any:
+        """A saved operand again."""
         ...
 
     def fprop(self, x: Any, w: Any) -> Tensor:
@@ -67,7 +77,6 @@ class HighPrecisionOperands:
     """Operands as plain tensors in the compute dtype."""
 
     keeps_weight = False
-    fp8_wgrad = True  # nothing beside the GEMM's own operand is kept for wgrad
 
     def __init__(self, tp: CommGroup, dtype: torch.dtype) -> None:
         self.tp, self.dtype = tp, dtype
@@ -76,27 +85,25 @@ class HighPrecisionOperands:
         return str(self.dtype).removeprefix("torch.")
 
     def enter(self, role: Role, x: Tensor, gather: bool) -> tuple[Tensor, Tensor]:
-        """(what to save, what the GEMM reads); gathered over tp along tokens if asked."""
-        return x, self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
+        """See `Operands`."""
+        whole = self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
+        return (x if role == "input" else whole), whole
 
     def gather_again(self, x: Tensor, gather: bool) -> Tensor:
         """The saved operand as the GEMM needs it in backward."""
         return self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
 
-    def weight(self, w: Tensor) -> Tensor:
+    def weight(self, w: Tensor, use: WeightUse = "fprop") -> Tensor:
         """The weight operand [n, k]."""
         return w
 
-    def data(self, operand: Tensor) -> Tensor:
+    def pack(self, operand: Tensor) -> tuple[list[Tensor], None]:
         """The tensor to save for backward."""
-        return operand
+        return [operand], None
 
-    def scale_inv(self, operand: Tensor) -> None:
-        """High-precision operands have no scale."""
-
-    def wrap(self, role: Role, data: Tensor, scale_inv: Tensor | None) -> Tensor:
+    def unpack(self, role: Role, tensors: list[Tensor], rest: None) -> Tensor:
         """A saved tensor as operand again."""
-        return data
+        return tensors[0]
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
         """[m, k] @ [k, n] -> [m, n]."""
@@ -112,7 +119,7 @@ class HighPrecisionOperands:
 
 
 class Fp8Operands:
-    """Operands quantized with the registry's delayed scales.
+    """Operands with one scale a tensor: the registry's delayed ones.
 
     Args:
         name: canonical module name; its three tensors are registered under it.
@@ -141,11 +148,18 @@ class Fp8Operands:
         self._cached: tuple[tuple[int, bool], QuantizedTensor] | None = None
 
     def __repr__(self) -> str:
-        forward, gradient = self.recipe.forward_format.name, self.recipe.gradient_format.name
-        wgrad = "" if self.fp8_wgrad else ", wgrad in high precision"
-        return f"fp8 delayed: input {forward}, weight {forward}, grad_output {gradient}{wgrad}"
+        return describe(self.recipe, lambda operand, summed: "tensor")
 
-    def _quantize(self, role: Role, x: Tensor) -> QuantizedTensor:
+    def _observe(self, role: Role, x: Tensor) -> None:
+        """Record the amax of x."""
+        if self.registry.recording:
+            self.registry.record(self.index[role], compute_amax(x))
+
+    def _quantize(self, role: Role, x: Tensor, shared: bool = False) -> QuantizedTensor:
+        """Cast x. With `shared`, tp ranks hold parts of one tensor and need one scale.
+
+        Delayed scales are shared in any case: the reduction of the amaxes spans the tp ranks.
+        """
         index, fmt = self.index[role], self.recipe.format(role)
         data = quantize(x, self.registry.scale_of(index), fmt)
         return QuantizedTensor(data, self.registry.scale_inv_of(index), fmt)
@@ -156,23 +170,29 @@ class Fp8Operands:
         """Quantize x [tokens, features], record its amax, gather it over tp along tokens if asked.
 
         Returns:
-            (what to save for wgrad, what fprop or dgrad reads). They differ under sequence
-            parallelism, and with --no-fp8-wgrad, where wgrad takes high-precision operands.
+            (for wgrad, for fprop or dgrad). They differ for an input under sequence parallelism,
+            and with --no-fp8-wgrad, where wgrad takes high-precision operands.
         """
-        if self.registry.recording:
-            self.registry.record(self.index[role], compute_amax(x))
         if not self.fp8_wgrad and role == "grad_output":
             whole = self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
+            self._observe(role, whole)
             return whole, self._quantize(role, whole)
         if gather and not self.fp8_gather:
-            full = self._quantize(role, self.tp.all_gather(x, LINEAR_KINDS[0]))
+            # The amax is that of what is cast: other ranks' tokens too, whose amaxes a rank with
+            # scales of its own would not learn otherwise.
+            whole = self.tp.all_gather(x, LINEAR_KINDS[0])
+            self._observe(role, whole)
+            full = self._quantize(role, whole)
             return (full if self.fp8_wgrad else x), full
-        local = self._quantize(role, x)
-        saved = local if self.fp8_wgrad else x
-        return saved, self._gather(local) if gather else local
+        self._observe(role, x)
+        local = self._quantize(role, x, shared=gather)
+        full = self._gather(local) if gather else local
+        if role == "grad_output":
+            return full, full
+        return (local if self.fp8_wgrad else x), full
 
     def _gather(self, local: QuantizedTensor) -> QuantizedTensor:
-        # One scale on all tp ranks (the amax reduction spans them), so only codes travel.
+        # One scale on all tp ranks, so only codes travel.
         data = self.tp.all_gather(local.data, LINEAR_KINDS[0])
         return QuantizedTensor(data, local.scale_inv, local.format)
 
@@ -182,8 +202,8 @@ class Fp8Operands:
             return self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
         return self._gather(x) if gather and self.fp8_gather else x
 
-    def weight(self, w: Tensor) -> QuantizedTensor:
-        """The weight [n, k] in FP8: cast once per step where parameters stay gathered.
+    def weight(self, w: Tensor, use: WeightUse = "fprop") -> QuantizedTensor:
+        """The weight [n, k] in FP8, for either use: cast once per step where it stays gathered.
 
         A kept cast belongs to one version of the registry, which changes with every scale update
         and every load, that is, whenever scale or weight can have changed. Evaluation keeps one of
@@ -192,40 +212,105 @@ class Fp8Operands:
         version = (self.registry.version, self.registry.recording)
         if self.keeps_weight and self._cached is not None and self._cached[0] == version:
             return self._cached[1]
-        if self.recipe.weight_amax == "cast" and self.registry.recording:
-            self.registry.record(self.index["weight"], compute_amax(w))
-        cast = self._quantize("weight", w)
+        if isinstance(w, Fp8Weight):  # gathered as codes
+            cast = w.quantized()
+        else:
+            if self.recipe.weight_amax == "cast":
+                self._observe("weight", w)
+            cast = self._quantize("weight", w)
         if self.keeps_weight:
             cast = QuantizedTensor(cast.data, cast.scale_inv.clone(), cast.format)
             keep_decoded(cast)
             self._cached = (version, cast)
         return cast
 
-    def data(self, operand: QuantizedTensor | Tensor) -> Tensor:
-        """The payload to save for backward."""
-        return operand if isinstance(operand, Tensor) else operand.data
+    def pack(self, operand: QuantizedTensor | Tensor) -> tuple[list[Tensor], Tensor | None]:
+        """The payload to save for backward, and beside it the scale.
 
-    def scale_inv(self, operand: QuantizedTensor | Tensor) -> Tensor | None:
-        """The scale to decode the payload with."""
-        return None if isinstance(operand, Tensor) else operand.scale_inv
+        The scale may be a view of the registry: autograd would refuse a saved one once rewritten.
+        """
+        if isinstance(operand, Tensor):
+            return [operand], None
+        return [operand.data], operand.scale_inv
 
-    def wrap(self, role: Role, data: Tensor, scale_inv: Tensor | None) -> QuantizedTensor | Tensor:
+    def unpack(
+        self, role: Role, tensors: list[Tensor], rest: Tensor | None
+    ) -> QuantizedTensor | Tensor:
         """A saved payload as operand again."""
-        if scale_inv is None:
-            return data
-        return QuantizedTensor(data, scale_inv, self.recipe.format(role))
+        if rest is None:
+            return tensors[0]
+        return QuantizedTensor(tensors[0], rest, self.recipe.format(role))
 
     def fprop(self, x: QuantizedTensor, w: QuantizedTensor) -> Tensor:
-        """[m, k] @ [k, n] -> [m, n], E4M3 x E4M3."""
+        """[m, k] @ [k, n] -> [m, n]."""
+        if self.recipe.fake_quant:
+            return x.dequantize() @ w.dequantize().t()
         return fprop(x, w)
 
     def dgrad(self, dy: QuantizedTensor, w: QuantizedTensor) -> Tensor:
-        """[m, n] @ [n, k] -> [m, k], E5M2 x E4M3."""
+        """[m, n] @ [n, k] -> [m, k]."""
+        if self.recipe.fake_quant:
+            return dy.dequantize() @ w.dequantize()
         return dgrad(dy, w)
 
     def wgrad(self, dy: QuantizedTensor | Tensor, x: QuantizedTensor | Tensor) -> Tensor:
-        """[n, m] @ [m, k] -> [n, k], E5M2 x E4M3, or both operands in high precision."""
+        """[n, m] @ [m, k] -> [n, k], FP8 or both operands in high precision."""
         if isinstance(dy, Tensor) or isinstance(x, Tensor):
             assert isinstance(dy, Tensor) and isinstance(x, Tensor)
             return dy.t() @ x
+        if self.recipe.fake_quant:
+            return dy.dequantize().t() @ x.dequantize()
         return wgrad(dy, x)
+
+
+class TensorwiseOperands(Fp8Operands):
+    """Operands with one scale a tensor, of the tensor itself (current scaling).
+
+    The parts of a tensor that is gathered over tp get one scale, by a MAX all-reduce of a scalar,
+    so that their codes are those of the whole.
+    """
+
+    def _observe(self, role: Role, x: Tensor) -> None:
+        """Nothing yet: the amax is taken, and recorded, where the scale needs it."""
+
+    def _quantize(self, role: Role, x: Tensor, shared: bool = False) -> QuantizedTensor:
+        amax = compute_amax(x)
+        if self.registry.recording:
+            self.registry.record(self.index[role], amax)
+        if shared:
+            # A MAX reduction may lose NaN; inf gives the same scale.
+            amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf)
+            self.tp.all_reduce(amax, "amax_all_reduce", dist.ReduceOp.MAX)
+        fmt = self.recipe.format(role)
+        return quantize_tensor(x, fmt, amax, self.recipe.power_of_2_scales)
+
+
+def describe(recipe: Recipe, unit: Callable[[Role, Axis], str]) -> str:
+    """What a linear's operands are, for its repr: by role and by GEMM.
+
+    Args:
+        recipe: of the linear.
+        unit: what shares a scale in an operand of a role in a GEMM that sums over an axis of it.
+    """
+    names: dict[str, Role] = {"x": "input", "w": "weight", "dy": "grad_output"}
+    products = []
+    for gemm, sides in _GEMMS.items():
+        parts = [
+            f"{name}:{recipe.format(names[name]).name}[{unit(names[name], axis)}]"
+            for name, axis in sides.items()
+        ]
+        products.append(f"{gemm} " + " * ".join(parts))
+    if not recipe.fp8_wgrad:
+        products[2] = "wgrad in high precision"
+    roles = ", ".join(f"{role} {recipe.format(role).name}" for role in ROLES)
+    scales = " power-of-two scales," if recipe.power_of_2_scales else ""
+    fake = ", multiplied in bf16" if recipe.fake_quant else ""
+    return f"fp8 {recipe.name}: {roles};{scales} {', '.join(products)}{fake}"
+
+
+# The axis of each operand that a GEMM sums over; a weight's rows are its out features.
+_GEMMS: dict[str, dict[str, Axis]] = {
+    "fprop": {"x": "features", "w": "features"},
+    "dgrad": {"dy": "features", "w": "tokens"},
+    "wgrad": {"dy": "tokens", "x": "tokens"},
+}

@@ -3,6 +3,11 @@
 Importing this package imports no TE: `available` says whether it can be used, `make_backend` does.
 """
 
-from megafp8.layers.transformer_engine.availability import available, environment, version
+from megafp8.layers.transformer_engine.availability import (
+    available,
+    environment,
+    select_core,
+    version,
+)
 
-__all__ = ["available", "environment", "version"]
+__all__ = ["available", "environment", "select_core", "version"]

@@ -20,10 +20,18 @@ MINIMUM = (2, 20)
 INSTALL = 'install it with: pip install --no-build-isolation "megafp8[te]" (docs/install.md)'
 # Name -> the value TE has without the variable; set so that a change of its default shows.
 PINNED = {
+    "NVTE_FP8_DPA_BWD": "1",
     "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "0",
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0",
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "0",
 }
+# Variables that would put another recipe than the run's in its place, and where.
+REFUSED = {
+    "NVTE_BACKWARD_OVERRIDE": "delayed scaling",
+    "NVTE_DPA_FP8_RECIPE": "an attention core in the run's recipe",
+}
+# --attention-backend -> which of TE's attention cores may be taken.
+CORES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 # What a package without its extension, its CUDA libraries or its metadata raises when imported.
 _IMPORT_ERRORS = (ImportError, AssertionError, FileNotFoundError, OSError, RuntimeError)
 
@@ -39,11 +47,11 @@ def version() -> str | None:
         return "unknown"
 
 
-def available(fp8: bool = False) -> tuple[bool, str]:
+def available(recipe: str | None = None) -> tuple[bool, str]:
     """Say whether TE's layers can be used in this process.
 
     Args:
-        fp8: whether FP8 GEMMs are wanted too.
+        recipe: FP8 recipe that is wanted too, as `--fp8-recipe` names it; None without FP8.
 
     Returns:
         (True, "TransformerEngine <version>") or (False, the reason and what to do).
@@ -64,11 +72,27 @@ def available(fp8: bool = False) -> tuple[bool, str]:
     except _IMPORT_ERRORS as error:
         said = " ".join(str(error).split())[:200] or type(error).__name__
         return False, f"TransformerEngine {found} cannot be imported ({said}); {INSTALL}"
-    if fp8:
-        able, reason = te.is_fp8_available(return_reason=True)
+    if recipe is not None:
+        able, reason = _fp8(te, recipe)
         if not able:
-            return False, f"TransformerEngine {found} has no FP8 here: {reason}"
+            return False, f"TransformerEngine {found} has no FP8 recipe {recipe} here: {reason}"
     return True, f"TransformerEngine {found}"
+
+
+def _fp8(te: ModuleType, recipe: str) -> tuple[bool, str]:
+    """Whether this device runs a recipe, by TE's own checks, with the reason."""
+    if recipe == "mxfp8":  # compute capability 10.x
+        return te.is_mxfp8_available(return_reason=True)
+    if recipe != "blockwise":
+        return te.is_fp8_available(return_reason=True)
+    able, reason = te.is_fp8_block_scaling_available(return_reason=True)
+    major = torch.cuda.get_device_capability()[0]
+    if able and major != 9:
+        return False, (
+            f"compute capability {major}.x has no such GEMM, and TransformerEngine replaces it "
+            "by MXFP8's; allowed: mxfp8 by name"
+        )
+    return able, reason
 
 
 def _numbers(text: str) -> tuple[int, int] | None:
@@ -80,18 +104,38 @@ def import_te() -> ModuleType:
     """Set the variables that change numbers and import `transformer_engine.pytorch`.
 
     Raises:
-        PrecisionError: a variable that delayed scaling cannot run with.
+        PrecisionError: a variable that the run's recipe cannot run with.
         ImportError, AssertionError, OSError, RuntimeError: as TE raises them.
     """
-    override = os.environ.get("NVTE_BACKWARD_OVERRIDE")
-    if override:
-        raise PrecisionError(
-            f"NVTE_BACKWARD_OVERRIDE is {override} in the environment; delayed scaling needs it "
-            "unset: unset NVTE_BACKWARD_OVERRIDE"
-        )
+    for name, what in REFUSED.items():
+        if os.environ.get(name):
+            raise PrecisionError(
+                f"{name} is {os.environ[name]} in the environment; {what} needs it unset: unset "
+                f"{name}"
+            )
     for name, value in PINNED.items():
         os.environ.setdefault(name, value)
     return importlib.import_module("transformer_engine.pytorch")
+
+
+def select_core(name: str) -> None:
+    """Allow one of TE's attention cores alone; `auto` and `local` leave the environment as it is.
+
+    TE reads the variables when a core is called first.
+
+    Raises:
+        PrecisionError: the environment says otherwise.
+    """
+    if name not in CORES:
+        return
+    for core, variable in CORES.items():
+        wanted = "1" if core == name else "0"
+        found = os.environ.setdefault(variable, wanted)
+        if found != wanted:
+            raise PrecisionError(
+                f"--attention-backend {name} needs {variable}={wanted}, found {found} in the "
+                f"environment: unset {variable}"
+            )
 
 
 def environment() -> dict[str, str]:

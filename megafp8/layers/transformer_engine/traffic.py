@@ -5,17 +5,19 @@ from typing import Any
 
 import torch.distributed as dist
 from transformer_engine.pytorch.module import base as te_base
+from transformer_engine.pytorch.module import layernorm_linear as te_layernorm_linear
 from transformer_engine.pytorch.module import linear as te_linear
 
 from megafp8.parallel.collectives import LINEAR_KINDS, CommGroup
 
 _COUNTED: dict[dist.ProcessGroup, CommGroup] = {}
+_COUNTING: set[Any] = set()  # the functions that count
 
 
 def count_traffic(group: CommGroup) -> None:
     """Count what TE's linears send over `group` from now on.
 
-    TE has no hook for it, so the three functions through which its linear communicates are wrapped
+    TE has no hook for it, so the three functions through which its linears communicate are wrapped
     in the modules that use them, once per process. Groups that were not named here pass through.
     The count is of the tensors that travel: codes where they are FP8.
     """
@@ -23,11 +25,13 @@ def count_traffic(group: CommGroup) -> None:
         return
     _COUNTED.clear()  # one grid at a time; a former one's groups are gone
     _COUNTED[group.process_group] = group
-    for module in (te_base, te_linear):
+    for module in (te_base, te_linear, te_layernorm_linear):
         for name, wrap in _WRAPPERS.items():
             function = getattr(module, name, None)
-            if function is not None and not hasattr(function, "megafp8_counted"):
-                setattr(module, name, wrap(function))
+            if function is not None and function not in _COUNTING:
+                counting = wrap(function)
+                _COUNTING.add(counting)
+                setattr(module, name, counting)
 
 
 def _payload(tensor: Any) -> Any:
@@ -44,7 +48,6 @@ def _gather(function: Any) -> Any:
             group.traffic.gathered(LINEAR_KINDS[0], _payload(full), group.size)
         return full, work
 
-    counted.megafp8_counted = True  # type: ignore[attr-defined]
     return counted
 
 
@@ -56,7 +59,6 @@ def _reduce_scatter(function: Any) -> Any:
             group.traffic.gathered(LINEAR_KINDS[1], inp, group.size)
         return function(inp, tp_group, *args, **kwargs)
 
-    counted.megafp8_counted = True  # type: ignore[attr-defined]
     return counted
 
 
@@ -68,7 +70,6 @@ def _all_reduce(function: Any) -> Any:
             group.traffic.reduced("tp_all_reduce", inp, group.size)
         return function(inp, tp_group, *args, **kwargs)
 
-    counted.megafp8_counted = True  # type: ignore[attr-defined]
     return counted
 
 

@@ -39,7 +39,7 @@ def load(native_gemm: bool = False) -> ModuleType:
     """
     import torch  # noqa: F401  (TE wants torch to be there first)
 
-    from tests.support.te_cpu import emulation, pretend, stub
+    from tests.support.te_cpu import attention, emulation, pretend, stub
 
     emulation.NATIVE_GEMM[0] = native_gemm
     if not _LOADED:
@@ -48,6 +48,7 @@ def load(native_gemm: bool = False) -> ModuleType:
         os.environ.update(ENVIRONMENT)
         extension = stub.install()
         emulation.install(extension)
+        attention.install(extension)
         _LOADED.append(stub.import_te(extension))
         pretend.cuda()
     return _LOADED[0]

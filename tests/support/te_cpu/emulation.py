@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -45,8 +46,17 @@ def _plain(tensor: Any) -> Tensor:
     return tensor.detach().float()
 
 
-def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
-    """Cast with the quantizer's scale (delayed) or the tensor's own (current); record the amax."""
+def quantize(
+    tensor: Tensor,
+    quantizer: Any,
+    output: Any = None,
+    noop: Any = None,
+    nominal: torch.dtype | None = None,
+) -> Any:
+    """Cast with the quantizer's scale (delayed) or the tensor's own (current); record the amax.
+
+    The result stands for a tensor of dtype `nominal`, the tensor's own if that is None.
+    """
     kind = type(quantizer).__name__
     CALLS[kind] = CALLS.get(kind, 0) + 1
     dtype = DTYPES[int(quantizer.dtype)]
@@ -58,7 +68,7 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Any = Non
         staged.copy_(torch.maximum(staged.reshape(()), amax).reshape(staged.shape))
         scale = quantizer.scale.clone()  # a result keeps the scale it was cast with
     elif kind == "Float8CurrentScalingQuantizer":
-        scale = torch.where(amax > 0, largest / amax, torch.ones(())).reshape(1)
+        scale = _current_scale(amax, largest, quantizer).reshape(1)
     else:
         raise RuntimeError(f"quantize with {kind} is not emulated")
     data = (x * scale).clamp(-largest, largest).to(dtype).view(torch.uint8)
@@ -67,12 +77,24 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Any = Non
         output._data, output._scale_inv = data, scale_inv
         output._transpose, output._transpose_invalid = None, True
         return output
-    result = _wrap(quantizer, data, scale_inv, tensor.dtype)
+    result = _wrap(quantizer, data, scale_inv, nominal or tensor.dtype)
     if quantizer.columnwise_usage:
         result._transpose, result._transpose_invalid = fp8_transpose(data, quantizer.dtype), False
         if not quantizer.rowwise_usage:
             result._data = None
     return result
+
+
+def _current_scale(amax: Tensor, largest: float, quantizer: Any) -> Tensor:
+    """csrc/quantizer.cpp, common/recipe/recipe_common.cuh: MAX over the group, then 448 / amax."""
+    if quantizer.with_amax_reduction:
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=quantizer.amax_reduction_group)
+    amax = amax.clamp(min=quantizer.amax_epsilon)
+    # A tensor: torch makes number / tensor a product with 1 / tensor, the kernels divide once.
+    scale = (torch.tensor(largest) / amax).clamp(max=torch.finfo(torch.float32).max)
+    if quantizer.force_pow_2_scales:
+        scale = (scale.reshape(1).view(torch.int32) & 0x7F800000).view(torch.float32).reshape(())
+    return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones(()))
 
 
 def split_quantize(tensor: Tensor, sections: Any, quantizers: Any, **options: Any) -> list[Any]:
@@ -262,9 +284,15 @@ def te_general_grouped_gemm(
 
 
 def _finish(y: Tensor, dtype: Any, quantizer: Any, out: Any) -> Any:
-    y = y.to(DTYPES[int(dtype)])
+    """A norm's result; with delayed scaling the kernel casts the fp32 values (normalization.cpp).
+
+    With `NATIVE_GEMM` they are rounded to `dtype` first, as a norm of its own leaves them.
+    """
+    nominal = DTYPES[int(dtype)]
     if quantizer is not None:
-        return quantize(y, quantizer, out)
+        fused = type(quantizer).__name__ == "Float8Quantizer" and not NATIVE_GEMM[0]
+        return quantize(y if fused else y.to(nominal), quantizer, out, nominal=nominal)
+    y = y.to(nominal)
     return y if out is None else out.copy_(y)
 
 
@@ -274,6 +302,10 @@ def layernorm_fwd(
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
     """(y, mean, 1 / std)."""
     values = x.detach().float()
+    if NATIVE_GEMM[0] and not zero_centered:
+        shape, bias = x.shape[-1:], None if b is None else b.detach().float()
+        y, mean, rstd = torch.native_layer_norm(values, shape, w.detach().float(), bias, eps)
+        return _finish(y, dtype, quantizer, out), mean.squeeze(-1), rstd.squeeze(-1)
     mean = values.mean(-1)
     rstd = torch.rsqrt(values.var(-1, unbiased=False) + eps)
     gain = w.detach().float() + zero_centered
@@ -289,6 +321,12 @@ def layernorm_bwd(
     """(dx, dweight, dbias)."""
     values, dz = x.detach().float(), dz.float()
     shape = (*values.shape[:-1], 1)
+    if NATIVE_GEMM[0] and not zero_centered:
+        gain, moments = w.detach().float(), (mean.reshape(shape), rstd.reshape(shape))
+        dx, dw, db = torch.ops.aten.native_layer_norm_backward(
+            dz, values, values.shape[-1:], *moments, gain, gain, [True] * 3
+        )
+        return dx.to(x.dtype), dw.to(w.dtype), db.to(w.dtype)
     normed = (values - mean.reshape(shape)) * rstd.reshape(shape)
     dy = dz * (w.detach().float() + zero_centered)
     dx = (dy - dy.mean(-1, True) - normed * (dy * normed).mean(-1, True)) * rstd.reshape(shape)
@@ -394,7 +432,8 @@ def fused_amax_and_scale_update_after_reduction(
         if history.shape[0] > 1:
             history.copy_(torch.where(used, torch.roll(history, -1, 0), history))
         history[0].fill_(0)
-        new = ((largest / amax) / 2**margin).clamp(max=torch.finfo(torch.float32).max)
+        quotient = torch.tensor(largest) / amax  # as the kernel, one division
+        new = (quotient / 2**margin).clamp(max=torch.finfo(torch.float32).max)
         scale.copy_(torch.where((amax > 0) & torch.isfinite(amax), new, scale))
 
 

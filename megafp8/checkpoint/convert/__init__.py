@@ -1,0 +1,1 @@
+"""Checkpoints of other programs to ours and back, tensor by tensor."""

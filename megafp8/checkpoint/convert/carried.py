@@ -1,0 +1,104 @@
+"""Files that go with the weights: tokenizer, generation settings, the original `config.json`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megafp8.checkpoint.convert.hf_fields import read_json
+from megafp8.config import RunConfig
+from megafp8.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, build_tokenizer
+from megafp8.errors import DataError
+from megafp8.log import get_logger
+
+FOLDER = "tokenizer"
+CONFIG_NAME = "config.json"
+NAMES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+log = get_logger(__name__)
+
+
+def find_carried(folder: Path) -> tuple[Path, ...]:
+    """The files of a folder that a converted model takes along."""
+    return tuple(folder / name for name in NAMES if (folder / name).is_file())
+
+
+def copy_carried(files: Iterable[Path], target: Path) -> int:
+    """Copy files into a folder, which is made for the first; return how many."""
+    count = 0
+    for file in files:
+        target.mkdir(exist_ok=True)
+        shutil.copyfile(file, target / file.name)
+        count += 1
+    return count
+
+
+def data_section(folder: Path, vocab_size: int) -> dict[str, Any]:
+    """Section `data` for a model whose tokenizer lies in `folder`.
+
+    A tokenizer that cannot be used is left out of it with a warning; the files are carried along
+    nevertheless, since others may read them.
+    """
+    values: dict[str, Any] = {"vocab_size": vocab_size}
+    kinds = (
+        ("tokenizer.json", "HuggingFaceTokenizer", HuggingFaceTokenizer),
+        ("tokenizer.model", "SentencePieceTokenizer", SentencePieceTokenizer),
+    )
+    for name, kind, build in kinds:
+        if not (folder / name).is_file():
+            continue
+        try:
+            size = build(folder).vocab_size
+        except DataError as error:
+            log.warning("no --tokenizer-type is set: %s", error)
+            return values
+        if size > vocab_size:
+            log.warning(
+                "no --tokenizer-type is set: %s has %d ids, the model %d rows",
+                folder / name,
+                size,
+                vocab_size,
+            )
+            return values
+        return values | {"tokenizer_type": kind, "tokenizer_model": str(folder)}
+    return values
+
+
+def run_folder(config: RunConfig, checkpoint: Path) -> Path | None:
+    """Where the tokenizer of a run of ours lies: as configured, else beside its checkpoints."""
+    model = config.data.tokenizer_model
+    if model is not None and Path(model).exists():
+        return Path(model) if Path(model).is_dir() else Path(model).parent
+    beside = checkpoint.parent / FOLDER
+    return beside if beside.is_dir() else None
+
+
+def source_config(folder: Path | None) -> Mapping[str, Any]:
+    """The `config.json` that an import left beside the tokenizer; empty if there is none."""
+    if folder is None or not (folder / CONFIG_NAME).is_file():
+        return {}
+    return read_json(folder / CONFIG_NAME)
+
+
+def end_of_document(config: RunConfig) -> int | None:
+    """The tokenizer's end-of-document id; None without a tokenizer here."""
+    try:
+        tokenizer = build_tokenizer(config.data)
+    except DataError as error:
+        log.warning("the end-of-document id is not known: %s", error)
+        return None
+    return None if tokenizer is None else tokenizer.eod

@@ -1,0 +1,360 @@
+"""Hugging Face's `config.json` as our section `model`, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megafp8.checkpoint.convert.hf_fields import KEPT, Fields
+from megafp8.checkpoint.convert.hf_names import LLAMA_FAMILY, MODEL_TYPES
+from megafp8.config.model import ModelConfig
+from megafp8.errors import CheckpointError
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+# A table of 131072 rotary positions is of no use on the first day, and a sample would compute them.
+LONGEST_DEFAULT_CONTEXT = 4096
+_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
+_QWEN3_HEAD_DIM = 128  # transformers' default where the file has none
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a `config.json` says.
+
+    Attributes:
+        model_type: one of MODEL_TYPES.
+        model: fields of our section `model`.
+        vocab_size: tokens, without padding.
+        tied: whether the output layer is the embedding.
+    """
+
+    model_type: str
+    model: dict[str, Any]
+    vocab_size: int
+    tied: bool
+
+
+def describe(fields: Fields, seq_length: int | None, divisible_by: int) -> Described:
+    """Translate a `config.json`.
+
+    Args:
+        fields: its fields.
+        seq_length: context for our configuration; None for the model's own, at most 4096.
+        divisible_by: the vocabulary is padded to a multiple of it.
+
+    Raises:
+        CheckpointError: naming the field that is missing, wrong or not supported.
+    """
+    model_type = fields.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise fields.error("model_type", ", ".join(MODEL_TYPES))
+    fields.expect("quantization_config", None)
+    fields.expect("is_encoder_decoder", False)
+    fields.expect("pruned_heads", {}, None)
+    build = _from_gpt2 if model_type == "gpt2" else _from_llama
+    model = build(fields, model_type)
+    vocab_size = fields.whole("vocab_size")
+    tied = fields.switch("tie_word_embeddings", model_type == "gpt2")
+    fields.finish()
+    longest = model["max_position_embeddings"]
+    model |= {
+        "untie_embeddings_and_output_weights": not tied,
+        "seq_length": seq_length or min(longest, LONGEST_DEFAULT_CONTEXT),
+        "make_vocab_size_divisible_by": divisible_by,
+    }
+    return Described(model_type, model, vocab_size, tied)
+
+
+def _heads(heads: int, groups: int) -> dict[str, Any]:
+    grouped = groups != heads
+    return {
+        "num_attention_heads": heads,
+        "group_query_attention": grouped,
+        "num_query_groups": groups if grouped else None,
+    }
+
+
+def _from_llama(fields: Fields, model_type: str) -> dict[str, Any]:
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    head_dim = fields.get("head_dim", None)
+    if head_dim is None:
+        head_dim = _QWEN3_HEAD_DIM if model_type == "qwen3" else hidden // heads
+        if model_type != "qwen3" and hidden % heads:
+            raise fields.error("hidden_size", f"a multiple of num_attention_heads {heads}")
+    else:
+        head_dim = fields.whole("head_dim")
+    if fields.get("hidden_act") not in ("silu", "swish"):
+        raise fields.error("hidden_act", "silu")
+    fields.expect("pretraining_tp", 1, None)
+    attention_bias = model_type in ("llama", "qwen3") and fields.switch("attention_bias", False)
+    layers = fields.whole("num_hidden_layers")
+    return {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        **_heads(heads, fields.whole("num_key_value_heads", heads)),
+        "kv_channels": head_dim,
+        "ffn_hidden_size": fields.whole("intermediate_size"),
+        "max_position_embeddings": fields.whole("max_position_embeddings"),
+        "position_embedding_type": "rope",
+        **_from_rope(fields),
+        "normalization": "RMSNorm",
+        "norm_epsilon": fields.number("rms_norm_eps"),
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "add_qkv_bias": attention_bias or model_type == "qwen2",
+        "add_attention_output_bias": attention_bias,
+        "add_mlp_bias": model_type == "llama" and fields.switch("mlp_bias", False),
+        "qk_layernorm": model_type == "qwen3",
+        "window_size": _from_window(fields, model_type, layers),
+        "hidden_dropout": 0.0,
+        "attention_dropout": fields.number("attention_dropout", 0.0),
+    }
+
+
+def _from_rope(fields: Fields) -> dict[str, Any]:
+    """Transformers 5 writes all under `rope_parameters`, earlier ones two fields."""
+    new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
+    theta = fields.number("rope_theta", new.get("rope_theta", 10000.0))
+    if new.get("rope_theta", theta) != theta:
+        raise fields.error("rope_theta", f"{new['rope_theta']} as in rope_parameters")
+    name = "rope_parameters" if new else "rope_scaling"
+    values = {"rope_theta": theta, **(new or old)}
+    if new and old and {**values, **old} != values:
+        raise fields.error("rope_scaling", "the same as rope_parameters")
+    kind = values.pop("rope_type", values.pop("type", "default"))
+    values.pop("type", None)
+    if values.pop("partial_rotary_factor", 1.0) != 1.0 or fields.get(
+        "partial_rotary_factor", 1.0
+    ) not in (1, None):
+        raise fields.error("partial_rotary_factor", "1.0")
+    if kind == "default":
+        rest = set(values) - {"rope_theta"}
+        if rest:
+            raise fields.error(name, f"no {', '.join(sorted(rest))} without a rope_type")
+        return {"rotary_base": float(values["rope_theta"])}
+    wanted = {
+        "factor": "rope_scaling_factor",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+        "original_max_position_embeddings": "rope_original_max_position_embeddings",
+    }
+    numbers = all(isinstance(values.get(key), (int, float)) for key in wanted)
+    if kind != "llama3" or set(values) != {"rope_theta", *wanted} or not numbers:
+        raise fields.error(name, f"rope_type default, or llama3 with {', '.join(wanted)}")
+    scaling = {ours: float(values[theirs]) for theirs, ours in wanted.items()}
+    original = int(values["original_max_position_embeddings"])
+    return {
+        "rotary_base": float(values["rope_theta"]),
+        "use_rope_scaling": True,
+        **scaling,
+        "rope_original_max_position_embeddings": original,
+    }
+
+
+def _from_window(fields: Fields, model_type: str, layers: int) -> tuple[int, int] | None:
+    """A token sees `sliding_window` tokens, itself included; ours counts those before it."""
+    kinds = fields.get("layer_types", None) or []
+    if model_type == "llama":
+        fields.expect("sliding_window", None)
+        window = None
+    elif model_type == "mistral":
+        window = fields.get("sliding_window")
+    else:
+        used = fields.switch("use_sliding_window", False)
+        window = fields.get("sliding_window", None) if used else None
+        first = fields.get("max_window_layers", 0)
+        if window is not None and not kinds:
+            kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+            if len(set(kinds)) > 1:
+                raise fields.error("max_window_layers", f"0, or {layers} and more: one kind of all")
+    if kinds and len(set(kinds)) > 1:
+        raise fields.error("layer_types", "one kind for all layers")
+    if window is None or (kinds and kinds[0] == "full_attention"):
+        if kinds and kinds[0] != "full_attention":
+            raise fields.error("layer_types", "full_attention, or a sliding_window")
+        return None
+    return fields.whole("sliding_window") - 1, 0
+
+
+def _from_gpt2(fields: Fields, model_type: str) -> dict[str, Any]:
+    hidden, heads = fields.whole("n_embd"), fields.whole("n_head")
+    positions = fields.whole("n_positions")
+    fields.expect("n_ctx", positions)
+    fields.expect("scale_attn_weights", True)
+    fields.expect("scale_attn_by_inverse_layer_idx", False)
+    fields.expect("reorder_and_upcast_attn", False)
+    fields.expect("add_cross_attention", False)
+    activation = fields.get("activation_function", "gelu_new")
+    if activation not in ("gelu", *_TANH_GELU):
+        raise fields.error("activation_function", ", ".join(("gelu", *_TANH_GELU)))
+    dropout = fields.number("resid_pdrop", 0.1)
+    if fields.number("embd_pdrop", 0.1) != dropout:
+        raise fields.error("embd_pdrop", f"{dropout:g} as resid_pdrop: there is one hidden_dropout")
+    return {
+        "num_layers": fields.whole("n_layer"),
+        "hidden_size": hidden,
+        **_heads(heads, heads),
+        "ffn_hidden_size": fields.whole("n_inner", 4 * hidden),
+        "max_position_embeddings": positions,
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "norm_epsilon": fields.number("layer_norm_epsilon", 1e-5),
+        "activation": "gelu-tanh" if activation in _TANH_GELU else "gelu",
+        "hidden_dropout": dropout,
+        "attention_dropout": fields.number("attn_pdrop", 0.1),
+    }
+
+
+def refusal(model_type: str, model: ModelConfig) -> str | None:
+    """Why a model of ours cannot be written as this type; None if it can."""
+    all_biases = model.qkv_bias and model.attention_output_bias and model.mlp_bias
+    no_biases = not (model.qkv_bias or model.attention_output_bias or model.mlp_bias)
+    rules: list[tuple[bool, str]]
+    if model_type == "gpt2":
+        rules = [
+            (model.normalization == "LayerNorm", "--normalization is not LayerNorm"),
+            (model.position_embedding_type == "learned_absolute", "positions are not learned"),
+            (not model.swiglu, "--swiglu is on"),
+            (all_biases, "a bias is missing"),
+            (model.query_groups == model.num_attention_heads, "--group-query-attention is on"),
+            (model.head_dim * model.num_attention_heads == model.hidden_size, "--kv-channels"),
+            (not model.qk_layernorm, "--qk-layernorm is on"),
+            (model.window_size is None, "--window-size is given"),
+        ]
+    else:
+        rules = [
+            (model.normalization == "RMSNorm", "--normalization is not RMSNorm"),
+            (model.position_embedding_type == "rope", "positions are not rope"),
+            (model.swiglu, "--swiglu is off"),
+            (model.rotary_percent == 1.0, "--rotary-percent is not 1"),
+            (model.qk_layernorm == (model_type == "qwen3"), f"--qk-layernorm {model.qk_layernorm}"),
+            (model.window_size is None or model_type != "llama", "--window-size is given"),
+        ]
+        if model_type == "mistral":
+            rules.append((no_biases, "a linear has a bias"))
+        elif model_type == "qwen2":
+            fits = model.qkv_bias and not (model.attention_output_bias or model.mlp_bias)
+            rules.append((fits, "biases are not those of queries, keys and values alone"))
+        else:
+            fits = model.qkv_bias == model.attention_output_bias
+            rules.append((fits, "one of --add-qkv-bias and --add-attention-output-bias is on"))
+            rules.append((model_type == "llama" or not model.mlp_bias, "--add-mlp-bias is on"))
+    return next((reason for holds, reason in rules if not holds), None)
+
+
+def choose_model_type(model: ModelConfig, preferred: str | None) -> str:
+    """The type to write: the one that it came from if it still fits, else the first that does.
+
+    Raises:
+        CheckpointError: none fits; says why for each.
+    """
+    order = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
+    if preferred in order:
+        order.insert(0, str(preferred))
+    for model_type in order:
+        if refusal(model_type, model) is None:
+            return model_type
+    reasons = "; ".join(f"{kind}: {refusal(kind, model)}" for kind in ARCHITECTURES)
+    raise CheckpointError(f"no Hugging Face architecture computes what this model does: {reasons}")
+
+
+def to_hf_config(
+    model: ModelConfig,
+    model_type: str,
+    vocab_size: int,
+    dtype: torch.dtype,
+    source: Mapping[str, Any],
+    eos: int | None,
+) -> dict[str, Any]:
+    """The `config.json` of a model.
+
+    Args:
+        model: sizes and variants.
+        model_type: from `choose_model_type`.
+        vocab_size: without padding.
+        dtype: of the weights.
+        source: the `config.json` it came from, for fields without effect; empty if none.
+        eos: end-of-document id for where `source` names none.
+    """
+    assert refusal(model_type, model) is None, model_type
+    kept: dict[str, Any] = {"bos_token_id": None, "eos_token_id": eos}
+    kept |= {name: source[name] for name in KEPT if name in source}
+    name = str(dtype).removeprefix("torch.")
+    common = {
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": model.tied_embeddings,
+        "torch_dtype": name,
+        "dtype": name,
+        **kept,
+    }
+    make = _to_llama if model_type in LLAMA_FAMILY else _to_gpt2
+    return common | make(model, model_type)
+
+
+def _to_llama(model: ModelConfig, model_type: str) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if model.use_rope_scaling:
+        rope = {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": model.rope_low_freq_factor,
+            "high_freq_factor": model.rope_high_freq_factor,
+            "original_max_position_embeddings": model.rope_original_max_position_embeddings,
+        }
+    values = {
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.query_groups,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.positions,
+        "rms_norm_eps": model.norm_epsilon,
+        "attention_dropout": model.attention_dropout,
+        # Both spellings: inference engines read the old one, transformers 5 the new one.
+        "rope_theta": model.rotary_base,
+        "rope_scaling": rope if model.use_rope_scaling else None,
+        "rope_parameters": {"rope_theta": model.rotary_base, **rope},
+    }
+    if model_type in ("llama", "qwen3"):
+        values["attention_bias"] = model.qkv_bias
+    if model_type == "llama":
+        values["mlp_bias"] = model.mlp_bias
+    window = None if model.window_left is None else model.window_left + 1
+    if model_type == "mistral":
+        values["sliding_window"] = window
+    if model_type in ("qwen2", "qwen3"):
+        values |= {
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "max_window_layers": 0 if window is not None else model.num_layers,
+        }
+    return values
+
+
+def _to_gpt2(model: ModelConfig, model_type: str) -> dict[str, Any]:
+    return {
+        "n_embd": model.hidden_size,
+        "n_head": model.num_attention_heads,
+        "n_layer": model.num_layers,
+        "n_inner": model.ffn_size,
+        "n_positions": model.positions,
+        "n_ctx": model.positions,
+        "activation_function": "gelu_new" if model.activation == "gelu-tanh" else "gelu",
+        "layer_norm_epsilon": model.norm_epsilon,
+        "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.hidden_dropout,
+        "attn_pdrop": model.attention_dropout,
+    }

@@ -1,0 +1,186 @@
+"""Our own checkpoints: opened as a view, written from one so that `--load` takes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor
+
+from megafp8.checkpoint.convert.carried import (
+    CONFIG_NAME,
+    FOLDER,
+    copy_carried,
+    find_carried,
+    run_folder,
+    source_config,
+)
+from megafp8.checkpoint.convert.dcp_reader import DcpTensors
+from megafp8.checkpoint.convert.dcp_writer import write_dcp
+from megafp8.checkpoint.convert.hf import Written, cast_weights
+from megafp8.checkpoint.convert.safetensors_files import Described
+from megafp8.checkpoint.convert.view import ModelView, find_spec
+from megafp8.checkpoint.files import (
+    LATEST_NAME,
+    RECORD_NAME,
+    crc32_of,
+    iteration_name,
+    sync_directory,
+    write_atomically,
+)
+from megafp8.checkpoint.load import find_checkpoint, read_record, verify_files
+from megafp8.checkpoint.metadata import CheckpointReader
+from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
+from megafp8.config import ModelShape, RunConfig
+from megafp8.errors import CheckpointError, ConfigurationError
+
+MASTER = torch.float32  # parameters are fp32 masters whatever the compute dtype
+
+
+def open_native(load: Path) -> ModelView:
+    """Open a checkpoint of any layout.
+
+    Args:
+        load: a folder of checkpoints or one of them (`--load`'s rules).
+
+    Raises:
+        CheckpointError: none there, partial, damaged, or not the tensors of its configuration.
+    """
+    directory = find_checkpoint(load)
+    if directory is None:
+        raise CheckpointError(f"--load {load}: found no checkpoint")
+    record = read_record(directory)
+    verify_files(directory, record)
+    config, shape = _sizes(directory, record)
+    reader = CheckpointReader(directory, {name: e.size for name, e in record.files.items()})
+    tensors = DcpTensors(directory, reader.read_metadata())
+    for name, spec in find_spec(shape).items():
+        entry = record.tensors.get(name)
+        expected = TensorEntry(spec.shape, "float32")
+        if entry != expected:
+            raise CheckpointError(f"{directory}: {name} is {entry}, expected {expected}")
+    carried = run_folder(config, directory)
+    return ModelView(
+        path=directory,
+        config=config,
+        shape=shape,
+        dtype=_source_dtype(record),
+        read=tensors.read,
+        scales=frozenset(name for name in record.tensors if name.startswith("fp8.")),
+        read_scale=tensors.read,
+        carried=() if carried is None else find_carried(carried),
+        hf_config=source_config(carried),
+    )
+
+
+def _sizes(directory: Path, record: CheckpointRecord) -> tuple[RunConfig, ModelShape]:
+    try:
+        config = RunConfig.from_dict(record.config)
+        return config, ModelShape.from_config(config, int(record.state["vocab_size"]))
+    except ConfigurationError as error:
+        raise CheckpointError(f"{directory}: its configuration is unusable: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{directory}: megafp8.json lacks {error}") from None
+
+
+def _source_dtype(record: CheckpointRecord) -> torch.dtype:
+    """What an imported model was stored in; a trained one is its fp32 masters."""
+    named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return named.get(str(record.state.get("source_dtype")), torch.float32)
+
+
+def write_native(
+    view: ModelView,
+    target: Path,
+    final: Path,
+    advance: Callable[[int], None],
+    written: Written,
+) -> None:
+    """Write iteration 0, `latest`, `config.yaml` and the tokenizer into a new folder.
+
+    Args:
+        view: the model.
+        target: a new, empty folder.
+        final: the folder's later name, which `config.yaml` mentions.
+        advance: told the bytes of each tensor.
+        written: filled in.
+    """
+    specs = find_spec(view.shape)
+    entries = {name: Described(spec.shape, MASTER) for name, spec in specs.items()}
+    scales = _kept_scales(view)
+    entries |= {name: Described(tuple(value.shape), MASTER) for name, value in scales.items()}
+
+    def produce(name: str) -> Tensor:
+        if name in scales:
+            return scales[name]
+        tensor = cast_weights(view, name, MASTER, exact=True)
+        written.checksums.add(name, tensor)
+        advance(tensor.nbytes)
+        return tensor
+
+    # No other name is needed meanwhile: `target` gets its own only when all is done.
+    directory = target / iteration_name(0)
+    directory.mkdir()
+    write_dcp(directory, entries, produce)
+    config = _final_config(view, final)
+    record = CheckpointRecord(
+        iteration=0,
+        config=config.model_dump(mode="json"),
+        layout={"world_size": 1, "tp": 1, "pp": 1, "vp": 1, "fsdp": 1, "replicate": 1},
+        data_position={"consumed_samples": 0},
+        state={
+            "vocab_size": view.shape.vocab_size,
+            "source_dtype": str(view.dtype).removeprefix("torch."),
+        },
+        tensors={
+            name: TensorEntry(entry.shape, "float32") for name, entry in sorted(entries.items())
+        },
+        files={path.name: _file_entry(path) for path in sorted(directory.iterdir())},
+    )
+    sync_directory(directory)
+    write_atomically(directory / RECORD_NAME, record.to_json())
+    write_atomically(target / LATEST_NAME, directory.name + "\n")
+    written.tensors = len(entries)
+    written.bytes = sum(entry.nbytes for entry in entries.values())
+    if view.carried:
+        copy_carried(view.carried, target / FOLDER)
+    if view.hf_config:
+        (target / FOLDER).mkdir(exist_ok=True)
+        text = json.dumps(dict(view.hf_config), indent=2) + "\n"
+        write_atomically(target / FOLDER / CONFIG_NAME, text)
+    head = (
+        "# Goes on from the imported weights. Give --data-path, your own lr and train_iters.\n"
+    )
+    write_atomically(target / "config.yaml", head + yaml.safe_dump(_plain(config), sort_keys=False))
+
+
+def _file_entry(path: Path) -> FileEntry:
+    return FileEntry(size=path.stat().st_size, crc32=crc32_of(path))
+
+
+def _kept_scales(view: ModelView) -> dict[str, Tensor]:
+    if view.read_scale is None:
+        return {}
+    return {name: view.read_scale(name) for name in sorted(view.scales)}
+
+
+def _final_config(view: ModelView, final: Path) -> RunConfig:
+    """The view's configuration with the names that its files will have."""
+    config = view.config
+    checkpoint = config.checkpoint.model_copy(update={"load": str(final), "finetune": True})
+    data = config.data
+    if data.tokenizer_model is not None and view.carried:
+        tokenizer = final / FOLDER
+        if not Path(data.tokenizer_model).is_dir():
+            tokenizer /= Path(data.tokenizer_model).name
+        data = data.model_copy(update={"tokenizer_model": str(tokenizer)})
+    return config.model_copy(update={"checkpoint": checkpoint, "data": data})
+
+
+def _plain(config: RunConfig) -> dict[str, dict[str, object]]:
+    """What differs from the defaults, by section."""
+    values = config.to_dict()
+    return {name: section for name, section in values.items() if section}

@@ -1,0 +1,131 @@
+"""How one parameter of ours is made of tensors of another format, and back.
+
+A route is exact in both directions: values are moved, never computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megafp8.checkpoint.convert.view import pad_rows
+from megafp8.config import ModelShape, ParameterSpec
+from megafp8.config.shape import EMBEDDING, OUTPUT
+
+
+@dataclass(frozen=True)
+class Route:
+    """One parameter in two formats.
+
+    Attributes:
+        ours: canonical name.
+        theirs: names in the other format, in the order that `join` takes.
+        shapes: their shapes.
+        join: their tensors -> ours.
+        split: ours -> their tensors, contiguous.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    join: Callable[[Sequence[Tensor]], Tensor]
+    split: Callable[[Tensor], list[Tensor]]
+
+
+def same(spec: ParameterSpec, theirs: str, shape: tuple[int, ...] | None = None) -> Route:
+    """Equal elements in the same order; only the shape may differ."""
+    target = spec.shape if shape is None else shape
+    return Route(
+        spec.name,
+        (theirs,),
+        (target,),
+        lambda parts: parts[0].reshape(spec.shape),
+        lambda ours: [ours.reshape(target).contiguous()],
+    )
+
+
+def vocabulary(spec: ParameterSpec, shape: ModelShape, theirs: str, rows: int) -> Route:
+    """A table with a row per token: `rows` on their side, padded with zeros on ours."""
+    assert spec.name in (EMBEDDING, OUTPUT), spec.name
+
+    def split(ours: Tensor) -> list[Tensor]:
+        return [pad_rows(ours[: min(rows, shape.vocab_size)], rows).contiguous()]
+
+    return Route(
+        spec.name,
+        (theirs,),
+        ((rows, *spec.shape[1:]),),
+        lambda parts: pad_rows(parts[0][: shape.vocab_size], shape.padded_vocab_size),
+        split,
+    )
+
+
+def transposed(spec: ParameterSpec, theirs: str) -> Route:
+    """A matrix that the other format stores as (in, out)."""
+    rows, columns = spec.shape
+    return Route(
+        spec.name,
+        (theirs,),
+        ((columns, rows),),
+        lambda parts: parts[0].t().contiguous(),
+        lambda ours: [ours.t().contiguous()],
+    )
+
+
+def separate_qkv(spec: ParameterSpec, shape: ModelShape, theirs: Sequence[str]) -> Route:
+    """Queries, keys and values as three tensors: weights [heads * d, h] or biases [heads * d]."""
+    rest = spec.shape[1:]
+    rows = [shape.num_heads, shape.num_groups, shape.num_groups]
+    return Route(
+        spec.name,
+        tuple(theirs),
+        tuple((count * shape.head_dim, *rest) for count in rows),
+        partial(join_qkv, shape=shape),
+        partial(split_qkv, shape=shape),
+    )
+
+
+def stacked_qkv(spec: ParameterSpec, shape: ModelShape, theirs: str, transpose: bool) -> Route:
+    """All queries, all keys, all values in one tensor; a weight (in, out) where `transpose`."""
+    sizes = [shape.num_heads, shape.num_groups, shape.num_groups]
+    rows = [count * shape.head_dim for count in sizes]
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        whole = parts[0].t() if transpose else parts[0]
+        return join_qkv(whole.split(rows), shape)
+
+    def split(ours: Tensor) -> list[Tensor]:
+        whole = torch.cat(split_qkv(ours, shape))
+        return [whole.t().contiguous() if transpose else whole]
+
+    their_shape = (spec.shape[1], spec.shape[0]) if transpose else spec.shape
+    return Route(spec.name, (theirs,), (their_shape,), join, split)
+
+
+def gate_and_up(spec: ParameterSpec, theirs: Sequence[str]) -> Route:
+    """The halves of a gated fc1, [2, f, h] (biases [2, f]) with us, as two tensors."""
+    return Route(
+        spec.name,
+        tuple(theirs),
+        (spec.shape[1:],) * 2,
+        lambda parts: torch.stack(list(parts)),
+        lambda ours: [half.contiguous() for half in ours],
+    )
+
+
+def join_qkv(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
+    """[q; k; v] -> rows grouped by KV head: its queries, its key, its value."""
+    groups, d = shape.num_groups, shape.head_dim
+    q, k, v = (part.unflatten(0, (groups, -1, d)) for part in parts)
+    return torch.cat([q, k, v], dim=1).flatten(0, 2)
+
+
+def split_qkv(fused: Tensor, shape: ModelShape) -> list[Tensor]:
+    """The inverse of `join_qkv`."""
+    grouped = fused.unflatten(0, (shape.num_groups, -1, shape.head_dim))
+    parts = grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:]
+    return [part.flatten(0, 2).contiguous() for part in parts]

@@ -1,0 +1,138 @@
+"""A complete checkpoint written by one process, tensor by tensor, and read again at the end."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from torch import Tensor
+
+from megafp8.checkpoint.files import METADATA_NAME, crc32_of, iteration_name, remove_directory
+from megafp8.checkpoint.lock import FolderLock
+from megafp8.checkpoint.record import CheckpointRecord, FileEntry
+from megafp8.checkpoint.save import _commit, _make_temporary
+from megafp8.checkpoint.streaming import (
+    BUFFER_BYTES,
+    Holding,
+    LayoutWriter,
+    TensorReader,
+    bytes_of,
+    crc32_of_tensor,
+    in_order,
+)
+from megafp8.errors import CheckpointError
+
+
+def write_streaming(
+    root: Path,
+    record: CheckpointRecord,
+    holdings: Sequence[Holding],
+    read: Callable[[str], Tensor],
+) -> tuple[Path, dict[str, str]]:
+    """Write `root/iter_N` and `root/latest` as the ranks of a layout would have saved them.
+
+    Args:
+        root: folder of checkpoints; made if it is missing.
+        record: complete but for `files`; its `tensors` say what is written.
+        holdings: for each rank what it saves, as of `plan_holdings`.
+        read: returns a tensor whole; called once for each name, in threads. What a few calls
+            return is in memory together, `BUFFER_BYTES` or one tensor.
+
+    Returns:
+        The checkpoint, and the CRC-32 of each tensor's global view as read back from the files.
+
+    Raises:
+        CheckpointError: it is there already, another job writes into the folder, a file cannot be
+            written, or what was read back is not what `read` returned. Nothing that looks like a
+            checkpoint is left behind.
+    """
+    root = Path(root).absolute()
+    final = root / iteration_name(record.iteration)
+    if final.exists():
+        raise CheckpointError(f"--save: {final} is there already; give another folder")
+    record = dataclasses.replace(record, tensors=dict(sorted(record.tensors.items())))
+    made = [folder for folder in (root, *root.parents) if not folder.exists()]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(root)
+        lock.acquire()
+        try:
+            return final, _write(root, final, record, holdings, read)
+        finally:
+            lock.release()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"{final} could not be written: {reason}; nothing is left") from error
+    finally:
+        for folder in made:
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def _write(
+    root: Path,
+    final: Path,
+    record: CheckpointRecord,
+    holdings: Sequence[Holding],
+    read: Callable[[str], Tensor],
+) -> dict[str, str]:
+    temporary = _make_temporary(root, final.name)
+    try:
+        wanted, files = _fill(temporary, record, holdings, read)
+        index = temporary / METADATA_NAME
+        files[METADATA_NAME] = FileEntry(size=index.stat().st_size, crc32=crc32_of(index))
+        record = dataclasses.replace(record, files=dict(sorted(files.items())))
+        found = _read_back(TensorReader(temporary, record))
+        lost = [name for name, crc in wanted.items() if found[name] != crc]
+        if lost:
+            raise CheckpointError(
+                f"{len(lost)} tensors were not conserved: "
+                + ", ".join(f"{name} (crc32 {wanted[name]} -> {found[name]})" for name in lost[:20])
+            )
+        _commit(temporary, final, record)
+    finally:
+        if temporary.exists():
+            remove_directory(temporary)
+    return found
+
+
+def _fill(
+    folder: Path,
+    record: CheckpointRecord,
+    holdings: Sequence[Holding],
+    read: Callable[[str], Tensor],
+) -> tuple[dict[str, str], dict[str, FileEntry]]:
+    """Write all shards; returns each tensor's CRC-32 before it was cut, and the files."""
+    writer = LayoutWriter(folder, record.tensors, holdings)
+    sums: dict[str, str] = {}
+    writing: deque[tuple[int, list[Future[None]]]] = deque()
+    held = 0
+
+    def prepare(name: str) -> tuple[str, Tensor, str]:
+        tensor = read(name)
+        return name, tensor, crc32_of_tensor(tensor)
+
+    try:
+        sizes = [(name, bytes_of(entry)) for name, entry in record.tensors.items()]
+        for name, tensor, sums[name] in in_order(sizes, prepare, BUFFER_BYTES // 2):
+            while writing and held + tensor.nbytes > BUFFER_BYTES // 2:
+                size, done = writing.popleft()
+                for future in done:
+                    future.result()
+                held -= size
+            writing.append((tensor.nbytes, writer.write(name, tensor)))
+            held += tensor.nbytes
+        for _, done in writing:
+            for future in done:
+                future.result()
+        return sums, writer.finish()
+    finally:
+        writer.close()
+
+
+def _read_back(reader: TensorReader) -> Mapping[str, str]:
+    def check(name: str) -> tuple[str, str]:
+        return name, crc32_of_tensor(reader.read(name))
+
+    return dict(in_order(((name, bytes_of(reader.entry(name))) for name in reader.names), check))

@@ -1,0 +1,55 @@
+"""The attention core in plain torch: `scaled_dot_product_attention`."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megafp8.layers.backend import CoreOptions
+from megafp8.layers.dropout import MicroBatchKey
+from megafp8.parallel.rng import default_generator_seeded
+
+
+class SdpaCore(nn.Module):
+    """Causal attention by SDPA; see `Backend.attention_core` for the shapes."""
+
+    def __init__(self, options: CoreOptions) -> None:
+        super().__init__()
+        self.options = options
+        self.queries_per_group = options.num_heads // options.num_groups
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key: MicroBatchKey) -> Tensor:
+        """Attend; dropout on the weights follows the key and is off outside training."""
+        s, b = q.shape[:2]
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [b, heads, s, d]
+        # On a GPU the kernels share K and V; on CPU copies are faster than SDPA's own expansion.
+        grouped = self.queries_per_group > 1 and q.device.type != "cpu"
+        if self.queries_per_group > 1 and not grouped:
+            k = k.repeat_interleave(self.queries_per_group, dim=1)
+            v = v.repeat_interleave(self.queries_per_group, dim=1)
+        mask = None
+        if self.options.window_left is not None:
+            mask = window_mask(s, self.options.window_left, q.device)
+        p = self.options.dropout if key.training else 0.0
+        if p == 0.0:
+            core = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+            )
+        else:
+            with default_generator_seeded(key.local(dropout_site(self.options)), q.device):
+                core = F.scaled_dot_product_attention(
+                    q, k, v, mask, p, is_causal=mask is None, enable_gqa=grouped
+                )
+        # [b, heads, s, d] -> [s, b, heads * d]
+        return core.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+
+def dropout_site(options: CoreOptions) -> str:
+    """Name of the random stream of a core's dropout."""
+    return f"{options.name.removesuffix('.core_attention')}.core"
+
+
+def window_mask(length: int, left: int, device: torch.device) -> Tensor:
+    """Mask [s, s], bool, True where query i may see key j: i - left <= j <= i."""
+    positions = torch.arange(length, device=device)
+    distance = positions[:, None] - positions
+    return (distance >= 0) & (distance <= left)

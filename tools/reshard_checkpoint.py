@@ -1,0 +1,51 @@
+"""Write a checkpoint as the ranks of another layout would have saved it, in one process."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megafp8.data.tool_parser import ToolParser, run_tool  # noqa: E402
+
+SIZES = {
+    "tensor-model-parallel-size": "ranks that split each linear",
+    "pipeline-model-parallel-size": "ranks that split the layers",
+    "fsdp-size": "ranks that shard parameters",
+    "replicate-size": "copies of each set of shards",
+}
+
+
+def main() -> int:
+    parser = ToolParser(__doc__ or "")
+    parser.add_argument("--load", required=True, help="folder of checkpoints, or one of them")
+    parser.add_argument("--save", required=True, help="folder for the new checkpoint")
+    for name, text in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=text)
+    parser.add_argument(
+        "--num-layers-per-virtual-pipeline-stage",
+        type=int,
+        metavar="N",
+        help="layers per model chunk; gives the interleaved schedule",
+    )
+    parser.add_argument(
+        "--pipeline-schedule",
+        choices=["1f1b", "interleaved", "zbv", "gpipe"],
+        help="which stages a rank holds depends on it",
+    )
+    args = vars(parser.parse_args())
+    for name in SIZES:
+        if args[name.replace("-", "_")] < 1:
+            parser.error(f"--{name} {args[name.replace('-', '_')]}: allowed a positive integer")
+
+    def work() -> list[str]:
+        # Imported here: torch takes seconds, and --help needs none of it.
+        from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
+
+        load, save = Path(args.pop("load")), Path(args.pop("save"))
+        return reshard_checkpoint(load, save, TargetLayout(**args)).lines()
+
+    return run_tool(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
