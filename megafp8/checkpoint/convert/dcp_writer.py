@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +99,7 @@ def write_dcp(
     planner = DefaultSavePlanner(flatten_state_dict=False)
     (plan,), metadata = planner.create_global_plan([SavePlan(items)])
     by_index, storage = {piece.index: piece for piece in pieces}, {}
-    file = _HashedFile(directory / FILE_NAME)
+    file: Any = _HashedFile(directory / FILE_NAME)  # for torch.save, which wants an IO[bytes]
     try:
         for item in plan.items:
             start = file.size

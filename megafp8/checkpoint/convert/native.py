@@ -185,7 +185,7 @@ def _plain(config: RunConfig) -> dict[str, dict[str, object]]:
         values = {
             key: value
             for key, value in section.items()
-            if key not in fields or value != fields[key].default
+            if (value != fields[key].default if key in fields else value)
         }
         if values:
             kept[name] = values
