@@ -2,7 +2,7 @@
 
 import sys
 
-from megafp8.launch.main import main
+from megafp8.launch.main import run_program
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(sys.argv[1:])

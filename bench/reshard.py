@@ -30,7 +30,7 @@ from megafp8.checkpoint.reshard import (  # noqa: E402
     reshard_checkpoint,
     target_run,
 )
-from megafp8.checkpoint.rewrite import write_checkpoint  # noqa: E402
+from megafp8.checkpoint.rewrite import write_streaming  # noqa: E402
 from megafp8.config import ModelShape, RunConfig  # noqa: E402
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "reshard_checkpoint.py"
@@ -104,7 +104,7 @@ def make_source(root: Path, megabytes: int) -> Path:
         record, config=config.model_dump(mode="json"), layout=layout_fields(layout)
     )
     holdings = plan_holdings(entries, shape, layout)
-    return write_checkpoint(root, record, holdings, lambda n: torch.rand(entries[n].shape) + 0.5)[0]
+    return write_streaming(root, record, holdings, lambda n: torch.rand(entries[n].shape) + 0.5)[0]
 
 
 def raw_copy(source: Path, target: Path) -> float:

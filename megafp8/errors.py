@@ -31,6 +31,20 @@ class LaunchError(MegaFP8Error):
     """A world size, rendezvous or device that does not fit the run."""
 
 
+class PeerError(MegaFP8Error, RuntimeError):
+    """This rank had to stop because another one failed, stopped or vanished; names that one.
+
+    Attributes:
+        speaks: Whether this rank is the one that tells.
+    """
+
+    exit_code: int = 1
+
+    def __init__(self, message: str, speaks: bool) -> None:
+        super().__init__(message)
+        self.speaks = speaks
+
+
 class TrainingError(MegaFP8Error, RuntimeError):
     """A running training that has to stop (non-finite loss, too many skipped steps).
 

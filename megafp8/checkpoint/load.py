@@ -187,6 +187,12 @@ def verify_files(
             raise CheckpointError(f"{path} is missing, expected {entry.size} bytes") from error
         if size != entry.size:
             raise CheckpointError(f"{path} has {size} bytes, expected {entry.size}")
+    foreign = sorted({path.name for path in Path(directory).glob("*.distcp")} - set(record.files))
+    if foreign:
+        raise CheckpointError(
+            f"{Path(directory) / foreign[0]} is no file of this checkpoint: {RECORD_NAME} does not "
+            "name it"
+        )
     if not checksums:
         return
     rank, ranks = part

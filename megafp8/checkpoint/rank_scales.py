@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.record import TensorEntry
+from megafp8.config import Layout
 
 SHARED_PREFIX = "fp8."
 LOCAL_PREFIX = "fp8_local."
@@ -68,3 +69,18 @@ def local_entry(name: str, entry: TensorEntry, dp: int, tp: int) -> TensorEntry:
     if not name.startswith(LOCAL_PREFIX):
         return entry
     return dataclasses.replace(entry, shape=(dp, tp, *entry.shape[2:]))
+
+
+def describe_ranks(before: tuple[int, ...], layout: Layout, reduced: bool) -> str:
+    """Return what a run does with the scales of dp x tp other ranks, in words.
+
+    Args:
+        before: (dp, tp) of the ranks that saved.
+        layout: of the run that loads.
+        reduced: its ranks share their scales.
+    """
+    dp, tp = (1, 1) if reduced else (layout.dp, layout.tp)
+    how = describe_move("amax_history", before, dp, tp)
+    if how == "kept":
+        return "each rank keeps its own" if not reduced else "those of the only rank"
+    return how.replace("element-wise maximum", "element-wise maximum (scales by minimum)")

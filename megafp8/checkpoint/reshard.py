@@ -17,7 +17,7 @@ from megafp8.checkpoint.holdings import plan_holdings
 from megafp8.checkpoint.load import find_checkpoint, read_record
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, describe_move, local_entry, move_ranks
 from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
-from megafp8.checkpoint.rewrite import write_checkpoint
+from megafp8.checkpoint.rewrite import write_streaming
 from megafp8.checkpoint.streaming import TensorReader, bytes_of, crc32_of_tensor
 from megafp8.config import Layout, ModelShape, RunConfig
 from megafp8.config.layout import build_layout
@@ -176,10 +176,10 @@ def reshard_checkpoint(load: Path, save: Path, target: TargetLayout) -> ReshardR
             tensor = move_ranks(name, tensor, layout.dp, layout.tp)
         return tensor
 
-    path, after = write_checkpoint(root, record, holdings, read)
+    path, after = write_streaming(root, record, holdings, read)
     rows = [_row(reader, name, entries[name], before[name], after[name]) for name in reader.names]
     lost = [row.name for row in rows if row.rule == "kept" and row.crc_before != row.crc_after]
-    assert not lost, lost  # `write_checkpoint` has compared them already
+    assert not lost, lost  # `write_streaming` has compared them already
     return ReshardReport(source, path, layout, notes, rows)
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from torch import Tensor
 
 from megafp8.checkpoint.files import METADATA_NAME, crc32_of, iteration_name, remove_directory
+from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry
 from megafp8.checkpoint.save import _commit, _make_temporary
 from megafp8.checkpoint.streaming import (
     BUFFER_BYTES,
     Holding,
-    ShardWriter,
+    LayoutWriter,
     TensorReader,
     bytes_of,
     crc32_of_tensor,
@@ -23,7 +24,7 @@ from megafp8.checkpoint.streaming import (
 from megafp8.errors import CheckpointError
 
 
-def write_checkpoint(
+def write_streaming(
     root: Path,
     record: CheckpointRecord,
     holdings: Sequence[Holding],
@@ -42,8 +43,9 @@ def write_checkpoint(
         The checkpoint, and the CRC-32 of each tensor's global view as read back from the files.
 
     Raises:
-        CheckpointError: it is there already, a file cannot be written, or what was read back is
-            not what `read` returned. Nothing that looks like a checkpoint is left behind.
+        CheckpointError: it is there already, another job writes into the folder, a file cannot be
+            written, or what was read back is not what `read` returned. Nothing that looks like a
+            checkpoint is left behind.
     """
     root = Path(root).absolute()
     final = root / iteration_name(record.iteration)
@@ -53,7 +55,12 @@ def write_checkpoint(
     made = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
         root.mkdir(parents=True, exist_ok=True)
-        return final, _write(root, final, record, holdings, read)
+        lock = FolderLock(root)
+        lock.acquire()
+        try:
+            return final, _write(root, final, record, holdings, read)
+        finally:
+            lock.release()
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(f"{final} could not be written: {reason}; nothing is left") from error
@@ -97,7 +104,7 @@ def _fill(
     read: Callable[[str], Tensor],
 ) -> tuple[dict[str, str], dict[str, FileEntry]]:
     """Write all shards; returns each tensor's CRC-32 before it was cut, and the files."""
-    writer = ShardWriter(folder, record.tensors, holdings)
+    writer = LayoutWriter(folder, record.tensors, holdings)
     sums: dict[str, str] = {}
     writing: deque[tuple[int, list[Future[None]]]] = deque()
     held = 0

@@ -1,27 +1,125 @@
-"""FP8 scale state of a checkpoint into a registry whose window may have another length."""
+"""FP8 scale state between registries and a checkpoint: shared by ranks or each rank's own.
 
+With `--fp8-reduce-amax` (the default) ranks of a stage agree on every scale: one copy is stored,
+`fp8.*`. Without it each keeps its own, stored together as `fp8_local.*` (see `rank_scales`). Either
+form loads into either kind of run, at any layout and with a window of another length.
+"""
+
+import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
+from megafp8.checkpoint.rank_scales import (
+    LOCAL_PREFIX,
+    SHARED_PREFIX,
+    describe_ranks,
+    move_ranks,
+)
 from megafp8.checkpoint.record import CheckpointRecord
+from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
 from megafp8.numerics import ScaleRegistry
+from megafp8.parallel.mesh import Mesh
 
 log = get_logger(__name__)
 
+SCALE_PREFIXES = (SHARED_PREFIX, LOCAL_PREFIX)
 
-def scale_targets(registry: ScaleRegistry | None, record: CheckpointRecord) -> dict[str, Tensor]:
-    """Empty tensors for the registry's entries, with the shapes that the checkpoint has."""
+
+def scale_tensors(registry: ScaleRegistry | None, mesh: Mesh, reduced: bool) -> dict[str, Tensor]:
+    """Return this rank's scale state under its names in a checkpoint; a collective call.
+
+    Args:
+        registry: of this rank; None without FP8.
+        mesh: of this rank.
+        reduced: `--fp8-reduce-amax`.
+
+    Raises:
+        CheckpointError: on every rank; ranks that share scales differ in some, which are named.
+    """
     if registry is None:
         return {}
-    targets = {}
+    own = registry.tensors()
+    if reduced:
+        _check_equal(own, mesh)
+        return own
+    return {_local_name(name): _as_part(value, mesh) for name, value in own.items()}
+
+
+def _local_name(name: str) -> str:
+    return LOCAL_PREFIX + name.removeprefix(SHARED_PREFIX)
+
+
+def _as_part(value: Tensor, mesh: Mesh) -> DTensor:
+    """One rank's tensor [...] as its part of the global [dp, tp, ...]."""
+    layout = mesh.layout
+    shape = torch.Size((layout.dp, layout.tp, *value.shape))
+    return DTensor.from_local(
+        value[None, None],
+        mesh.stage_mesh,  # replicate, fsdp, tp: the first two together are dp
+        [Shard(0), Shard(0), Shard(1)],
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+def _check_equal(own: Mapping[str, Tensor], mesh: Mesh) -> None:
+    """Compare checksums over the ranks of each stage; names the tensors that differ."""
+    names = list(own)
+    sums = [zlib.crc32(own[name].detach().cpu().reshape(-1).numpy()) for name in names]
+    digests = torch.tensor(sums, dtype=torch.int64, device=mesh.world.device)
+    # Largest and, through the sign, smallest: both are mine only if all are equal.
+    extremes = torch.cat((digests, -digests))
+    if mesh.stage.size > 1 and names:
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.stage.process_group)
+    highest, lowest = extremes.chunk(2)
+    different = [names[i] for i in (highest != -lowest).nonzero().flatten().tolist()]
+    everyone: list[list[str]] = [[] for _ in range(mesh.world.size)]
+    dist.all_gather_object(everyone, different)
+    found = sorted({name for part in everyone for name in part})
+    if found:
+        raise CheckpointError(
+            f"scale state differs between ranks that share it, in {len(found)} tensors: "
+            f"{', '.join(found[:6])}; nothing is saved (--no-fp8-reduce-amax is for ranks with "
+            "scales of their own)"
+        )
+
+
+def scale_targets(
+    registry: ScaleRegistry | None, record: CheckpointRecord, mesh: Mesh, reduced: bool
+) -> dict[str, Tensor]:
+    """Return tensors to load a checkpoint's scale state of the registry's entries into.
+
+    Names and shapes are the checkpoint's, whether its ranks shared their scales or not.
+
+    Args:
+        registry: of this rank; None without FP8.
+        record: of the checkpoint.
+        mesh: of this rank.
+        reduced: `--fp8-reduce-amax`.
+    """
+    if registry is None:
+        return {}
+    targets: dict[str, Tensor] = {}
+    layout = mesh.layout
     for name, value in registry.tensors().items():
-        saved = record.tensors.get(name)
-        shape = tuple(value.shape) if saved is None else saved.shape
-        targets[name] = torch.zeros(shape, dtype=torch.float32)
+        local = record.tensors.get(_local_name(name))
+        if local is None:
+            shared = record.tensors.get(name)
+            shape = tuple(value.shape) if shared is None else shared.shape
+            targets[name] = torch.zeros(shape, dtype=torch.float32)
+        elif not reduced and local.shape[:2] == (layout.dp, layout.tp):
+            # The same ranks: each reads its own part alone.
+            part = torch.zeros(local.shape[2:], dtype=torch.float32, device=mesh.world.device)
+            targets[_local_name(name)] = _as_part(part, mesh)
+        else:
+            targets[_local_name(name)] = torch.zeros(local.shape, dtype=torch.float32)
     return targets
 
 
@@ -30,18 +128,39 @@ def take_scales(
     targets: Mapping[str, Tensor],
     missing: Collection[str],
     path: Path,
-) -> None:
+    mesh: Mesh,
+    reduced: bool,
+) -> str | None:
     """Hand loaded scale state to the registry; what was missing starts anew, with one warning.
 
     Args:
         registry: of this rank; None without FP8.
         targets: from `scale_targets`, filled.
         missing: names that the checkpoint lacks.
-        path: of the checkpoint, for the warning.
+        path: of the checkpoint, for messages.
+        mesh: of this rank.
+        reduced: `--fp8-reduce-amax`.
+
+    Returns:
+        What was done to scales that differ between ranks, in words; None where none do.
     """
     if registry is None:
-        return
-    fresh = registry.load({name: t for name, t in targets.items() if name not in missing})
+        return None
+    state: dict[str, Tensor] = {}
+    rule = None
+    for name, tensor in targets.items():
+        if name in missing:
+            continue
+        if name.startswith(LOCAL_PREFIX):
+            rule = describe_ranks(tuple(tensor.shape[:2]), mesh.layout, reduced)
+            name = SHARED_PREFIX + name.removeprefix(LOCAL_PREFIX)
+            tensor = _own(name, tensor, mesh, reduced)
+        elif not reduced:
+            rule = "one scale for all ranks, copied to each"
+        state[name] = tensor
+    fresh = registry.load(state)
+    if rule is not None:
+        log.info("%s: scale state of ranks: %s", path, rule)
     if fresh:
         log.warning(
             "%s holds no scale state for %d of this rank's %d FP8 tensors; they start with scale 1 "
@@ -50,3 +169,14 @@ def take_scales(
             fresh,
             len(registry),
         )
+    return rule
+
+
+def _own(name: str, tensor: Tensor, mesh: Mesh, reduced: bool) -> Tensor:
+    """Return what this rank takes from [dp, tp, ...] of the ranks that saved."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()[0, 0]
+    layout = mesh.layout
+    dp, tp = (1, 1) if reduced else (layout.dp, layout.tp)
+    moved = move_ranks(name, tensor, dp, tp)
+    return moved[0, 0] if reduced else moved[mesh.dp_rank, mesh.tp_rank]

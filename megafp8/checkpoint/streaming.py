@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -37,6 +38,7 @@ from megafp8.checkpoint.files import METADATA_NAME
 from megafp8.checkpoint.load import read_record, verify_files
 from megafp8.checkpoint.metadata import CheckpointReader
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
+from megafp8.checkpoint.writing import _ChecksumStream
 from megafp8.errors import CheckpointError
 
 # Bytes of tensors that may be in memory at once; a larger tensor is alone there.
@@ -157,18 +159,39 @@ class TensorReader:
         Raises:
             CheckpointError: its parts cannot be read or are not what the record says.
         """
-        entry = self.record.tensors[name]
-        tensor = torch.empty(entry.shape, dtype=dtype_of(entry))
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner({name: tensor}, self._metadata, is_coordinator=True)
         try:
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
+            stored = self._metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            whole = len(stored.chunks) == 1
+            return self._read_one_part(name, stored) if whole else self._read_parts(name)
         except CheckpointError:
             raise
         except Exception as error:  # torch.load and DCP raise many types on damaged bytes
             raise CheckpointError(
                 f"{self.directory}: {name} cannot be read: {type(error).__name__}: {error}"
             ) from error
+
+    def _read_one_part(self, name: str, stored: TensorStorageMetadata) -> Tensor:
+        """Return a tensor that is stored in one part, without the copy of `_read_parts`."""
+        entry, places = self.record.tensors[name], self._metadata.storage_data
+        assert places is not None
+        place = places[MetadataIndex(name, stored.chunks[0].offsets)]
+        with (self.directory / place.relative_path).open("rb") as file:
+            part = self._reader._slice_file(file, place)
+            tensor = torch.load(part, map_location="cpu", weights_only=True)
+        if tensor.shape != entry.shape or tensor.dtype != dtype_of(entry):
+            raise CheckpointError(
+                f"{self.directory} is damaged: {name} is {tensor.dtype}{list(tensor.shape)}, its "
+                f"record says {entry.dtype}{list(entry.shape)}"
+            )
+        return tensor.contiguous()
+
+    def _read_parts(self, name: str) -> Tensor:
+        entry = self.record.tensors[name]
+        tensor = torch.empty(entry.shape, dtype=dtype_of(entry))
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner({name: tensor}, self._metadata, is_coordinator=True)
+        self._reader.read_data(planner.create_local_plan(), planner).wait()
         return tensor
 
 
@@ -200,37 +223,6 @@ def in_order(
         finally:
             for future, _ in waiting:
                 future.cancel()
-
-
-class _HashedFile:
-    """A new file that knows its length and CRC-32 without being read again."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("xb", buffering=0)
-        self.size, self._crc = 0, 0
-
-    def write(self, data: Any) -> int:
-        """Write all bytes of a buffer."""
-        view = memoryview(data).cast("B")
-        self._crc = zlib.crc32(view, self._crc)
-        written = 0
-        while written < len(view):
-            written += self._file.write(view[written:]) or 0
-        self.size += written
-        return written
-
-    def flush(self) -> None:
-        """Nothing is buffered."""
-
-    def finish(self) -> FileEntry:
-        """Force the content to storage and close the file."""
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return FileEntry(size=self.size, crc32=f"{self._crc:08x}")
-
-    def close(self) -> None:
-        """Close the file, finished or not."""
-        self._file.close()
 
 
 def plan_shards(
@@ -276,7 +268,7 @@ def _write_item(name: str, entry: TensorEntry, box: Box | None) -> WriteItem:
     )
 
 
-class ShardWriter:
+class LayoutWriter:
     """Writes tensors into the files of a set of ranks, `__R_0.distcp`, and DCP's `.metadata`.
 
     Each file has one thread, which appends in the order of `write`: equal calls give equal files.
@@ -302,7 +294,7 @@ class ShardWriter:
             for item in items:
                 self._items[item.index.fqn].append((rank, item))
         ranks = sorted({rank for items in self._items.values() for rank, _ in items})
-        self._files: dict[int, _HashedFile] = {}
+        self._files: dict[int, _ChecksumStream] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
         self._lanes = [ThreadPoolExecutor(1) for _ in range(min(WORKERS, len(ranks)))]
         self._lane_of = {rank: index % len(self._lanes) for index, rank in enumerate(ranks)}
@@ -334,13 +326,19 @@ class ShardWriter:
     def _append(self, rank: int, item: WriteItem, tensor: Tensor) -> None:
         name = self._file_name(rank)
         if rank not in self._files:
-            self._files[rank] = _HashedFile(self._directory / name)
+            self._files[rank] = _ChecksumStream((self._directory / name).open("xb"))
         file, data = self._files[rank], item.tensor_data
         assert data is not None
         box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        start = file.size
+        start = file.tell()
         torch.save(_compact(box.of(tensor)), file)
-        self._storage[item.index] = _StorageInfo(name, start, file.size - start)
+        self._storage[item.index] = _StorageInfo(name, start, file.tell() - start)
+
+    def _finish_file(self, rank: int) -> FileEntry:
+        file = self._files[rank]
+        os.fsync(file.fileno())
+        file.close()
+        return file.entry()
 
     def finish(self) -> dict[str, FileEntry]:
         """Force everything to storage and write `.metadata`; returns the shards' entries.
@@ -351,8 +349,8 @@ class ShardWriter:
         if self._items:
             raise CheckpointError(f"not written: {', '.join(sorted(self._items)[:5])}")
         done = {
-            self._file_name(rank): self._lanes[self._lane_of[rank]].submit(file.finish)
-            for rank, file in self._files.items()
+            self._file_name(rank): self._lanes[self._lane_of[rank]].submit(self._finish_file, rank)
+            for rank in self._files
         }
         files = {name: future.result() for name, future in sorted(done.items())}
         self._metadata.storage_data = self._storage

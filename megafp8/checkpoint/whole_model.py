@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from megafp8.checkpoint.load import load_tensors, read_record
+from megafp8.checkpoint.scale_state import SCALE_PREFIXES
 from megafp8.config import ModelShape, RunConfig
 from megafp8.model import Model, build_model
 from megafp8.parallel import Mesh, World, build_mesh
@@ -52,7 +53,7 @@ def load_model(checkpoint: Path, world: World) -> tuple[Model, RunConfig, ModelS
     tensors: dict[str, Tensor] = {
         name: parameter.data for name, parameter in model.parameters.items() if name in model.specs
     }
-    load_tensors(checkpoint, tensors, lambda name: name.startswith(("fp8.", "optimizer.")))
+    load_tensors(checkpoint, tensors, lambda name: name.startswith((*SCALE_PREFIXES, "optimizer.")))
     model.copy_tied_embedding()
     model.set_training(False)
     return model, config, shape, mesh

@@ -26,10 +26,10 @@ def transformer_engine_refusal(config: RunConfig) -> str | None:
         )
     if precision.fp8_fake_quant:
         return "--fp8-fake-quant: TransformerEngine multiplies in FP8; use native"
-    if precision.fp8_param_gather:
+    if precision.fp8_param_gather and precision.recipe_name != "delayed":
         return (
-            "--fp8-param-gather: TransformerEngine's layers take weights in BF16 here and cast "
-            "them; leave it out or use native"
+            f"--fp8-param-gather with --fp8-recipe {precision.recipe_name}: TransformerEngine "
+            "finds the scales of this recipe in each weight itself; allowed with it: delayed"
         )
     if precision.fp8_tp_comm == "all" and parallel.sequence_parallel:
         return (

@@ -215,9 +215,12 @@ def _precision(config: RunConfig) -> Iterator[str]:
     if precision.fp8 and not precision.bf16:
         yield f"--fp8-format {precision.fp8_format} needs --bf16"
     if precision.fp8 and not precision.fp8_reduce_amax:
-        tp = config.parallel.tensor_model_parallel_size
-        if tp > 1:
-            yield per_rank_scales_refused(tp, 1)
+        if config.parallel.sequence_parallel and precision.fp8_tp_comm != "none":
+            yield (
+                "--no-fp8-reduce-amax gives tensor-parallel ranks different scales, but codes that "
+                "--sequence-parallel gathers over them are decoded with one; found --fp8-tp-comm "
+                f"{precision.fp8_tp_comm}, allowed with both: none"
+            )
     yield from _recipe(config)
     if precision.loss_scale is not None and not precision.fp16:
         yield f"--loss-scale {precision.loss_scale:g} needs --fp16; bf16 and fp32 have none"
@@ -279,6 +282,8 @@ DELAYED_ONLY = (
     "fp8_nonfinite_amax",
     "fp8_weight_amax",
 )
+
+
 def _fp8_wires(config: RunConfig) -> Iterator[str]:
     """FP8 on the wire. `--fp8-format none`, which turns a preset's FP8 off, turns these off too."""
     precision = config.precision
@@ -302,20 +307,22 @@ def _fp8_wires(config: RunConfig) -> Iterator[str]:
             "--fp8-param-gather contradicts --fp8-weight-amax cast: shards are cast before they "
             "are gathered, so their common scale has to be known by then; allowed: updated"
         )
-    if precision.recipe_name != "delayed":
+    if not precision.fp8_reduce_amax:
+        yield (
+            "--fp8-param-gather contradicts --no-fp8-reduce-amax: the shards of a weight are "
+            "decoded with one scale, and ranks would have different ones"
+        )
+    if precision.fp8_amax_window == "micro-batch":
+        yield (
+            "--fp8-param-gather contradicts --fp8-amax-window micro-batch, which moves scales "
+            "while gathered codes wait to be decoded with them; allowed: step"
+        )
+    if precision.recipe_name not in ("delayed", "tensorwise"):
         yield (
             f"--fp8-param-gather does not work with --fp8-recipe {precision.recipe_name}: the "
-            "shards of a weight can be cast apart only with one scale that is known before; "
-            "allowed: delayed"
+            "shards of a weight are cast apart, and its rows, columns or blocks span them; "
+            "allowed: delayed, tensorwise"
         )
-
-
-def per_rank_scales_refused(tp: int, dp: int) -> str:
-    """Return the refusal of scales that differ between ranks."""
-    return (
-        f"--fp8-reduce-amax false needs tensor parallel * data parallel = 1, found {tp} * {dp}: "
-        "scale state that differs between ranks is not saved yet in this version"
-    )
 
 
 def _training(config: RunConfig) -> Iterator[str]:

@@ -52,6 +52,9 @@ class ModelConfig(Section):
     normalization: Literal["LayerNorm", "RMSNorm"] = Field(
         default="LayerNorm", description="kind of norm"
     )
+    norm_impl: Literal["native", "apex"] = Field(
+        default="native", description="kernels of the norms; apex is NVIDIA's, on CUDA"
+    )
     norm_epsilon: PositiveFloat = Field(default=1e-5, description="epsilon of the norms")
     swiglu: bool = Field(default=False, description="gated SiLU in the MLP")
     activation: Literal["gelu", "gelu-tanh"] = Field(

@@ -11,6 +11,8 @@ from megafp8.config.base import (
     Section,
 )
 
+# Values that share a scale where FP8 is summed after travelling (activations, gradients).
+WIRE_BLOCK = 256
 RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 
 
@@ -55,7 +57,6 @@ class PrecisionConfig(Section):
         description="multiply decoded FP8 values in BF16 GEMMs, to tell errors of the format from "
         "those of a kernel",
     )
-    fp8_param_gather: bool = Field(default=False, description="gather FSDP weights in FP8")
     fp8_param_gather: bool = Field(
         default=False, description="FSDP gathers the weights of FP8 linears as FP8 codes"
     )

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from megafp8.config.base import Section
-from megafp8.config.checks import per_rank_scales_refused, problems
+from megafp8.config.checks import problems
 from megafp8.config.data import DataConfig
 from megafp8.config.layout import Layout, build_layout
 from megafp8.config.messages import sentence
@@ -75,11 +75,7 @@ class RunConfig(Section):
         Raises:
             ConfigurationError: The degrees or the batch do not fit, with the equation.
         """
-        layout = build_layout(self.model, self.parallel, self.training, world_size)
-        if self.precision.fp8 and not self.precision.fp8_reduce_amax:
-            if layout.tp * layout.dp > 1:
-                raise ConfigurationError(per_rank_scales_refused(layout.tp, layout.dp))
-        return layout
+        return build_layout(self.model, self.parallel, self.training, world_size)
 
     def resolved(self, world_size: int) -> RunConfig:
         """Return this configuration with the default that depends on the world size filled in.

@@ -14,6 +14,7 @@ from megafp8.config.layout import Layout
 from megafp8.config.run import RunConfig
 from megafp8.config.shape import ModelShape, ParameterSpec
 from megafp8.errors import ConfigurationError
+from megafp8.launch.communication import communication_text
 from megafp8.precision.plan import PrecisionPlan, build_plan
 from megafp8.precision.recipe import recipe_fields
 
@@ -154,6 +155,7 @@ def describe(config: RunConfig, world_size: int) -> str:
         "# layout\n" + _layout_text(resolved, layout),
         "# precision\n" + plan.render() + _recipe_text(resolved),
         "# layers and parameters\n" + _parameter_text(shape, layout),
+        "# communication\n" + communication_text(resolved, shape, plan, layout),
     ]
     return "\n\n".join(parts) + "\n"
 

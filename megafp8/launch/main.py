@@ -6,13 +6,14 @@ signal ended early and whose state is saved (the same command goes on from there
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megafp8.config.checks import check_trainable
 from megafp8.config.cli import parse_command, wants_help
@@ -25,7 +26,7 @@ from megafp8.config.environment import (
 from megafp8.config.megatron_flags import accepted_reason
 from megafp8.config.run import RunConfig
 from megafp8.config.yaml_reader import UnreadableFileError
-from megafp8.errors import CheckpointError, DataError, MegaFP8Error
+from megafp8.errors import CheckpointError, DataError, MegaFP8Error, PeerError
 from megafp8.launch.dry_run import choose_world_size, describe, preflight
 from megafp8.log import configure, get_logger
 
@@ -40,6 +41,20 @@ ALWAYS_ON = {
     "overlap_grad_reduce": "FSDP2 overlaps what it can; with a pipeline it reduces at the end",
     "overlap_param_gather": "FSDP2 overlaps what it can",
 }
+
+
+def run_program(argv: list[str]) -> NoReturn:
+    """Run a command line and end the process with its exit code."""
+    code = main(argv)
+    distributed = sys.modules.get("torch.distributed")
+    if code and distributed is not None and distributed.is_initialized():
+        # Python's own exit would wait until every pending collective of a process group that was
+        # not left in order has timed out, and the other ranks would wait with this one.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(argv: list[str], environment: Mapping[str, str] | None = None) -> int:
@@ -142,6 +157,8 @@ def _speaks(error: MegaFP8Error, rank: int, local_rank: int) -> bool:
 
     A file may be missing on one node only, so the first rank of each node speaks about files.
     """
+    if isinstance(error, PeerError):
+        return error.speaks
     if rank == 0 or isinstance(error, OwnRankError):
         return True
     return local_rank == 0 and isinstance(error, (UnreadableFileError, DataError))

@@ -86,6 +86,7 @@ class LayerContext:
         fp8_param_gather: FSDP gathers the weights of FP8 linears as FP8 codes.
         cache_weights: parameters stay gathered over a step, so FP8 casts of weights may be kept.
         deferred: queue of weight gradients of a zero-bubble schedule, else None.
+        norm_impl: kernels of the norms, "native" or "apex".
     """
 
     mesh: Mesh
@@ -99,6 +100,7 @@ class LayerContext:
     fp8_param_gather: bool
     cache_weights: bool
     deferred: DeferredWeightGradients | None
+    norm_impl: str = "native"
 
 
 class Backend(Protocol):

@@ -6,8 +6,8 @@ from typing import Any
 from megafp8.config import RunConfig
 from megafp8.config.backend import transformer_engine_refusal
 from megafp8.config.user_buffers import UserBufferOptions
-from megafp8.errors import PrecisionError
-from megafp8.layers import transformer_engine
+from megafp8.errors import ConfigurationError, PrecisionError
+from megafp8.layers import apex, transformer_engine
 from megafp8.layers.backend import Backend
 from megafp8.layers.native import NativeBackend
 from megafp8.numerics import Recipe
@@ -42,7 +42,12 @@ def choose_backend(config: RunConfig) -> BackendChoice:
     Raises:
         PrecisionError: TransformerEngine is asked for and cannot be used, with the reason; or the
             environment forbids the attention core that is asked for.
+        ConfigurationError: apex's norms are asked for and cannot be used.
     """
+    if config.model.norm_impl == "apex":
+        usable, reason = apex.norms_available()
+        if not usable:
+            raise ConfigurationError(f"--norm-impl apex: {reason}; this project's own: native")
     asked = config.model.transformer_impl
     if asked not in ("auto", "transformer_engine"):
         return BackendChoice(asked, "native", f"--transformer-impl {asked}")

@@ -167,6 +167,7 @@ def _layer_context(
         fp8_param_gather=config.precision.fp8_param_gather,
         cache_weights=not layout.reshard_after_forward or layout.fsdp == 1,
         deferred=queue,
+        norm_impl=config.model.norm_impl,
     )
 
 

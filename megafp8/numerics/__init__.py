@@ -19,13 +19,14 @@ from megafp8.numerics.granular import (
 from megafp8.numerics.hardware import fp8_hardware, recipe_hardware
 from megafp8.numerics.payload import decode_row, encode_rows, sum_rows
 from megafp8.numerics.quantize import QuantizedTensor, compute_amax, decode, quantize
-from megafp8.numerics.recipe import RECIPE_NAMES, ROLES, Recipe, Role
+from megafp8.numerics.recipe import CORE_ROLES, RECIPE_NAMES, ROLES, Recipe, Role
 from megafp8.numerics.registry import ScaleRegistry
 
 __all__ = [
     "DIMENSION_MULTIPLE",
     "E4M3",
     "E5M2",
+    "CORE_ROLES",
     "RECIPE_NAMES",
     "ROLES",
     "Fp8Format",

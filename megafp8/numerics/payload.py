@@ -7,8 +7,7 @@ A row (what one rank sends to another) is one run of bytes, so that one collecti
 A block is BLOCK neighbouring values; the last one of a row may be shorter. Its scale comes from its
 own amax, hence nothing saturates:
 
-    amax normal    scale = fp8_max / amax, at most the largest finite fp32
-    amax 0         scale 1
+    amax finite    as in current scaling (`current_scale`)
     amax inf, NaN  scale 0, scale_inv 1: what is not finite becomes NaN, the rest of the block 0.
                    A fault must be seen by whoever looks at the sum, never saturated away.
 """
@@ -18,14 +17,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megafp8.config.precision import WIRE_BLOCK
 from megafp8.numerics.formats import Fp8Format
 from megafp8.numerics.quantize import decode
+from megafp8.numerics.scales import current_scale
 
-# 4 bytes per 256 codes: 0.508 of BF16, 0.254 of FP32.
-BLOCK = 256
+BLOCK = WIRE_BLOCK  # 4 bytes per 256 codes: 0.508 of BF16, 0.254 of FP32
 _SCALE_BYTES = 4
 _CHUNK = 1 << 18  # elements that stay in a CPU's cache; see `quantize`
-_FP32_MAX = torch.finfo(torch.float32).max
 
 
 def _blocks(length: int) -> int:
@@ -79,9 +78,7 @@ def _cast(x: Tensor, fmt: Fp8Format, codes: Tensor, scale_inv: Tensor) -> None:
     """[..., size] values into codes and [...] factors."""
     values = x.to(torch.float32, copy=True)
     amax = values.abs().amax(-1)
-    scale = (fmt.max / amax).clamp_(max=_FP32_MAX)
-    scale = torch.where(amax > 0, scale, 1.0)
-    scale = torch.where(amax.isfinite(), scale, 0.0)
+    scale = torch.where(amax.isfinite(), current_scale(amax, fmt), 0.0)
     scale_inv.copy_(torch.where(scale > 0, scale.reciprocal(), 1.0))
     codes.copy_(values.mul_(scale.unsqueeze(-1)).clamp_(-fmt.max, fmt.max))
 

@@ -7,6 +7,7 @@ float64, where all of them and all midpoints between two of them are exact.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -54,6 +55,67 @@ def quantize(x: NDArray[np.float32], scale: float, fmt: Fp8Format) -> NDArray[np
         return encode(x * np.float32(scale), fmt)
 
 
+def scale_of(amax: float, fmt: Fp8Format, power_of_2: bool) -> float:
+    """Return the scale of a block: fp8_max / amax in fp32; 1.0 for amax 0, inf and NaN."""
+    if not 0.0 < amax < math.inf:
+        return 1.0
+    with np.errstate(over="ignore"):
+        scale = min(float(np.float32(fmt.max) / np.float32(amax)), _FP32_MAX)
+    return _power_below(scale) if power_of_2 else scale
+
+
+def _power_below(scale: float) -> float:
+    return math.ldexp(1.0, math.frexp(scale)[1] - 1)
+
+
+def e8m0(amax: float, fmt: Fp8Format) -> int:
+    """Return the byte of the smallest power of two 2**(byte - 127) with amax / it <= fp8_max.
+
+    0 for amax 0, 254 for inf, 255 for NaN.
+    """
+    if math.isnan(amax):
+        return 255
+    largest = [math.ldexp(fmt.max, byte - 127) for byte in range(255)]
+    return min(bisect_left(largest, amax), 254)
+
+
+def quantize_blocks(
+    x: NDArray[np.float32], block: tuple[int, int], fmt: Fp8Format, recipe: str, power_of_2: bool
+) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+    """Return codes and elementwise scale_inv of x [m, k], block by block; 0 is a whole dimension.
+
+    Blocks at the edges are what is left.
+    """
+    codes = np.zeros(x.shape, np.uint8)
+    scale_inv = np.zeros(x.shape, np.float64)
+    r, c = block[0] or x.shape[0], block[1] or x.shape[1]
+    for i in range(0, x.shape[0], r):
+        for j in range(0, x.shape[1], c):
+            here = np.s_[i : i + r, j : j + c]
+            amax = float(np.abs(x[here]).max())
+            if recipe == "mxfp8":
+                byte = e8m0(amax, fmt)
+                inverse = math.nan if byte == 255 else math.ldexp(1.0, byte - 127)
+                scale = 1 / inverse
+            else:
+                scale = scale_of(amax, fmt, power_of_2)
+                inverse = float(np.float32(1) / np.float32(scale))
+            codes[here], scale_inv[here] = quantize(x[here], scale, fmt), inverse
+    return codes, scale_inv
+
+
+def scaled_gemm(
+    a: NDArray[np.uint8],
+    a_scale_inv: NDArray[np.float64],
+    a_format: Fp8Format,
+    b: NDArray[np.uint8],
+    b_scale_inv: NDArray[np.float64],
+    b_format: Fp8Format,
+) -> NDArray[np.float64]:
+    """Return a [m, k] @ b [k, n] in float64, each element times its own scale_inv."""
+    return (code_values(a_format)[a] * a_scale_inv) @ (code_values(b_format)[b] * b_scale_inv)
+
+
 def gemm(
     a: NDArray[np.uint8],
     a_format: Fp8Format,
@@ -78,8 +140,17 @@ def to_bfloat16_grid(x: NDArray[np.float64]) -> NDArray[np.float64]:
 class DelayedScaling:
     """One tensor's scale and window, in plain Python; the rule of `registry`, written again."""
 
-    def __init__(self, fmt: Fp8Format, length: int, margin: int = 0, skip: bool = True) -> None:
+    def __init__(
+        self,
+        fmt: Fp8Format,
+        length: int,
+        margin: int = 0,
+        skip: bool = True,
+        power_of_2_scales: bool = False,
+        scale_cap: float | None = None,
+    ) -> None:
         self.fp8_max, self.length, self.margin, self.skip = fmt.max, length, margin, skip
+        self.power_of_2, self.cap = power_of_2_scales, scale_cap
         self.scale = np.float32(1.0)
         self.window: list[float] = []
 
@@ -97,4 +168,5 @@ class DelayedScaling:
             return
         with np.errstate(over="ignore"):
             scale = np.float32(self.fp8_max) / np.float32(chosen) / np.float32(2.0**self.margin)
-        self.scale = np.float32(_FP32_MAX) if np.isinf(scale) else scale
+        scale = np.float32(min(float(scale), self.cap or _FP32_MAX, _FP32_MAX))
+        self.scale = np.float32(_power_below(float(scale))) if self.power_of_2 else scale

@@ -25,7 +25,7 @@ from torch import Tensor
 from megafp8.errors import CheckpointError, PrecisionError
 from megafp8.numerics.formats import Fp8Format
 from megafp8.numerics.recipe import ALL_ROLES, Recipe, Role, parse_amax_algorithm
-from megafp8.numerics.scales import next_scale
+from megafp8.numerics.scales import current_scale, next_scale
 
 
 class ScaleRegistry:
@@ -138,6 +138,19 @@ class ScaleRegistry:
         step has to record the amax of its weights again.
         """
         self.pending_amax.zero_()
+        self.version += 1
+
+    @torch.no_grad()
+    def take_current(self, indices: Tensor, amax: Tensor) -> None:
+        """Set scales from amaxes of now: for weights whose shards several ranks cast apart.
+
+        Args:
+            indices: int64 [n] of weights.
+            amax: fp32 [n], the same on all ranks that hold shards.
+        """
+        fmt, power_of_2 = self.recipe.format("weight"), self.recipe.power_of_2_scales
+        self.scale[indices] = current_scale(amax, fmt, power_of_2=power_of_2)
+        torch.reciprocal(self.scale, out=self.scale_inv)
         self.version += 1
 
     @torch.no_grad()

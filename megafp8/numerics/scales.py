@@ -46,7 +46,9 @@ def next_scale(
     inverse is finite.
     """
     usable = (amax > 0) & amax.isfinite()
-    new = (fp8_max / amax) / 2.0**margin
+    # torch computes number / tensor as number * (1 / tensor), which rounds twice.
+    largest = fp8_max if isinstance(fp8_max, Tensor) else amax.new_full((), fp8_max)
+    new = (largest / amax) / 2.0**margin
     new = torch.where(new.isinf(), _FP32_MAX, new).clamp(min=_FP32_SMALLEST_NORMAL, max=cap)
     if power_of_2:
         new = round_down_to_power_of_2(new)
@@ -68,8 +70,8 @@ def e8m0_codes(amax: Tensor, fmt: Fp8Format) -> Tensor:
     floor(log2(amax)) - emax of the element format), plus 1 where amax lies between fp8_max and the
     next power of two, which that rule would saturate. Compared as bits, hence exact.
 
-    Cases (Transformer Engine's `float_to_e8m0`): amax 0, and all below 2**-127 * fp8_max -> 0; inf ->
-    254; NaN -> 255.
+    Cases (Transformer Engine's `float_to_e8m0`): amax 0, and all below 2**-127 * fp8_max -> 0;
+    inf -> 254; NaN -> 255.
     """
     largest = int(torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32))
     bits = amax.float().view(torch.int32)

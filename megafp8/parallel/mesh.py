@@ -23,6 +23,7 @@ class Mesh:
         world: this process.
         tp_mesh: 1-D mesh of the tensor-parallel ranks (parameters are DTensors on it).
         fsdp_mesh: mesh for `fully_shard`: (fsdp) or (replicate, fsdp) for HSDP.
+        stage_mesh: (replicate, fsdp, tp), for tensors of which each rank of a stage has its own.
         tp, pp, all: groups of the axes, and the world.
         stage: replicate x fsdp x tp, the ranks that hold the same pipeline stages.
         loss: pp x replicate x fsdp, the ranks with this rank's tp coordinate.
@@ -36,6 +37,7 @@ class Mesh:
     traffic: Traffic
     tp_mesh: DeviceMesh
     fsdp_mesh: DeviceMesh
+    stage_mesh: DeviceMesh
     tp: CommGroup
     pp: CommGroup
     stage: CommGroup
@@ -116,6 +118,7 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
         traffic=traffic,
         tp_mesh=device_mesh["tp"],
         fsdp_mesh=device_mesh["replicate", "fsdp"] if hybrid else device_mesh["fsdp"],
+        stage_mesh=device_mesh["replicate", "fsdp", "tp"],
         tp=CommGroup(axis_groups[AXES.index("tp")], traffic),
         pp=CommGroup(axis_groups[AXES.index("pp")], traffic),
         stage=cache.get(_groups(layout, {"replicate", "fsdp", "tp"})),

@@ -15,6 +15,7 @@ from megafp8.model.batch import to_tensors
 from megafp8.model.flops import peak_tflops, training_flops_per_token
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.traffic import summarize
+from megafp8.parallel.watch import Watch
 from megafp8.precision import AuditLog
 from megafp8.train.batch_size import BatchSizeSchedule
 from megafp8.train.measure import memory_peak_bytes, parameter_norm
@@ -42,6 +43,7 @@ class Loop:
         total_iterations: where the run ends.
         saver: writes the checkpoints.
         signals: notes those to this rank.
+        watch: is told where this rank is.
         audit: where a stop by a signal is noted.
     """
 
@@ -57,6 +59,7 @@ class Loop:
     total_iterations: int
     saver: RunSaver
     signals: StopSignals
+    watch: Watch
     audit: AuditLog
 
     def __post_init__(self) -> None:
@@ -113,6 +116,7 @@ class Loop:
                     break
             if self._signal:
                 self._note_stop()
+            self.watch.place = f"the save after iteration {self.state.iteration}"
             self.saver.finish()
             done = True
         finally:
@@ -157,6 +161,7 @@ class Loop:
 
     def _iteration(self) -> IterationMetrics:
         state, seed = self.state, self.config.training.seed
+        self.watch.place = f"iteration {state.iteration + 1}"
         began = time.perf_counter()
         batch_size = self.batches.batch_size(state.consumed_samples)
         learning_rate = self.schedule.learning_rate(state.consumed_samples)
@@ -220,6 +225,7 @@ class Loop:
         if self._valid_loader is None:
             return None
         training = self.config.training
+        self.watch.place = f"the evaluation after iteration {self.state.iteration}"
         loss = validation_loss(
             self.step.model,
             self._valid_loader,

@@ -16,6 +16,7 @@ from megafp8.log import get_logger
 from megafp8.model import Model, build_model
 from megafp8.numerics import Recipe, recipe_hardware
 from megafp8.parallel import Mesh, build_mesh, start, stop
+from megafp8.parallel.watch import Watch
 from megafp8.precision import AuditLog, PrecisionPlan, build_plan, recipe_from_config
 from megafp8.train.batch_size import BatchSizeSchedule, total_iterations
 from megafp8.train.folders import (
@@ -77,20 +78,26 @@ def run(config: RunConfig, launch: LaunchEnvironment, signals: StopSignals | Non
         config.parallel.distributed_timeout_minutes,
         config.training.deterministic_mode,
     )
-    mesh = build_mesh(config.layout(world.size), world)
-    shape = ModelShape.from_config(config, vocab_size)
-    ended_by = _train(config, shape, mesh, datasets, signals or StopSignals())
-    stop()
+    with Watch(world.rank, world.size) as watch:
+        mesh = build_mesh(config.layout(world.size), world)
+        shape = ModelShape.from_config(config, vocab_size)
+        ended_by = _train(config, shape, mesh, datasets, signals or StopSignals(), watch)
+        stop()
     return ended_by
 
 
 def _train(
-    config: RunConfig, shape: ModelShape, mesh: Mesh, datasets: Datasets, signals: StopSignals
+    config: RunConfig,
+    shape: ModelShape,
+    mesh: Mesh,
+    datasets: Datasets,
+    signals: StopSignals,
+    watch: Watch,
 ) -> int:
     source = checkpoint_to_load(config)
     run_dir = open_run_dir(config)
     with hold_save_dir(config, run_dir):
-        return _train_in(config, shape, mesh, datasets, signals, run_dir, source)
+        return _train_in(config, shape, mesh, datasets, signals, watch, run_dir, source)
 
 
 def _train_in(
@@ -99,6 +106,7 @@ def _train_in(
     mesh: Mesh,
     datasets: Datasets,
     signals: StopSignals,
+    watch: Watch,
     run_dir: Path,
     source: Path | None,
 ) -> int:
@@ -148,6 +156,7 @@ def _train_in(
             total_iterations=total,
             saver=saver,
             signals=signals,
+            watch=watch,
             audit=audit,
         ).run()
     close_backend(model.backend)
@@ -197,6 +206,7 @@ def _note_resume(
             "layout_after": certificate.layout_after,
             "tensors": certificate.tensors,
             "scale_state_sha256": certificate.scale_state_sha256,
+            "scale_state_rule": certificate.scale_state_rule,
             "manifest_sha256_before": certificate.manifest_sha256,
             "manifest_sha256_after": manifest,
         },

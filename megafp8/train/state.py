@@ -18,7 +18,12 @@ from megafp8.checkpoint import (
     save_checkpoint,
 )
 from megafp8.checkpoint.agree import on_all_ranks
-from megafp8.checkpoint.scale_state import scale_targets, take_scales
+from megafp8.checkpoint.scale_state import (
+    SCALE_PREFIXES,
+    scale_targets,
+    scale_tensors,
+    take_scales,
+)
 from megafp8.config import RunConfig
 from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.errors import CheckpointError
@@ -111,8 +116,7 @@ def checkpoint_content(
 ) -> tuple[dict[str, Tensor], CheckpointRecord]:
     """Return the live tensors and the record of a checkpoint of the run as it is now."""
     tensors = state_tensors(step, not config.checkpoint.no_save_optim, loading=False)
-    if step.model.registry is not None:
-        tensors |= step.model.registry.tensors()
+    tensors |= scale_tensors(step.model.registry, mesh, config.precision.fp8_reduce_amax)
     record = CheckpointRecord(
         iteration=state.iteration,
         config=config.model_dump(mode="json"),
@@ -158,6 +162,8 @@ class Certificate:
             that their initial value stands); dropped (stored and not used).
         scale_state_sha256: Of all FP8 scale state after loading; None without FP8.
         manifest_sha256: Of the precision manifest that the checkpoint was made under.
+        scale_state_rule: What was done to scales that differ between ranks, in words; None where
+            none do.
     """
 
     path: Path
@@ -166,6 +172,7 @@ class Certificate:
     tensors: dict[str, int]
     scale_state_sha256: str | None
     manifest_sha256: str | None
+    scale_state_rule: str | None
 
 
 def load_state(path: Path, step: TrainingStep, config: RunConfig, scaler: LossScaler) -> TrainState:
@@ -188,11 +195,13 @@ def load_run(
     check_same_run(path, record, config)
     tensors = state_tensors(step, with_optimizer, loading=True)
     registry = step.model.registry
-    scales = scale_targets(registry, record)
+    reduced = config.precision.fp8_reduce_amax
+    scales = scale_targets(registry, record, step.mesh, reduced)
     report = load_with_report(path, tensors | scales, _optional(with_optimizer))
     _copy_tied(step, with_optimizer)
-    take_scales(registry, scales, report.absent, path)
-    certificate = _certify(path, record, step, report)
+    rule = take_scales(registry, scales, report.absent, path, step.mesh, reduced)
+    step.refresh_weight_scales()
+    certificate = _certify(path, record, step, report, rule)
     if checkpoint.finetune:
         log.info("loaded the weights of %s; training starts at iteration 0 (--finetune)", path)
         return TrainState(), certificate
@@ -218,7 +227,11 @@ def load_run(
 
 
 def _certify(
-    path: Path, record: CheckpointRecord, step: TrainingStep, report: LoadReport
+    path: Path,
+    record: CheckpointRecord,
+    step: TrainingStep,
+    report: LoadReport,
+    rule: str | None,
 ) -> Certificate:
     registry = step.model.registry
     state = {} if registry is None else registry.tensors()
@@ -237,6 +250,7 @@ def _certify(
         },
         scale_state_sha256=hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else None,
         manifest_sha256=record.manifest_sha256,
+        scale_state_rule=rule,
     )
 
 
@@ -249,7 +263,7 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _optional(with_optimizer: bool) -> Callable[[str], bool]:
     """Scale state may be absent or unwanted; optimizer state is unwanted if it is not loaded."""
-    prefixes = ("fp8.",) if with_optimizer else ("fp8.", "optimizer.")
+    prefixes = SCALE_PREFIXES if with_optimizer else (*SCALE_PREFIXES, "optimizer.")
     return lambda name: name.startswith(prefixes)
 
 

@@ -55,7 +55,12 @@ class TrainingStep:
         self.optimizer = build_optimizer(config.optimizer, self.gradients.named_shards())
         self.bad_steps_in_a_row = 0
         self._bad_before: Tensor | None = None
-        self._fp8_weights = _fp8_weight_shards(model.registry, self.gradients)
+        gathered = config.precision.fp8 and config.precision.fp8_param_gather
+        self._fp8_weights = _fp8_weight_shards(model.registry, self.gradients, gathered)
+        self._fp8_weight_indices = torch.tensor(
+            [index for index, _ in self._fp8_weights], dtype=torch.int64, device=mesh.world.device
+        )
+        self.refresh_weight_scales()
 
     def run(
         self, micro_batches: list[dict[str, Tensor]], learning_rate: float, iteration: int
@@ -159,12 +164,46 @@ class TrainingStep:
             if before is not None:
                 registry.restore(*before)
             return
+        if not registry.recipe.stateful:
+            registry.update()
+            self.refresh_weight_scales()
+            return
         for index, shard in self._fp8_weights:
             registry.record(index, compute_amax(shard))
         registry.update(self._reduce_amax)
 
-    def _reduce_amax(self, amax: Tensor) -> None:
+    @torch.no_grad()
+    def refresh_weight_scales(self) -> None:
+        """Current scales of weights that FSDP gathers in FP8, from the shards of now.
+
+        With delayed scaling they move with all others. A collective call of the stage's ranks:
+        at the start, after a load and after an optimizer step.
+        """
+        registry = self.model.registry
+        if registry is None or registry.recipe.stateful or not self._fp8_weights:
+            return
+        amax = torch.stack([compute_amax(shard) for _, shard in self._fp8_weights])
+        amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf)  # MAX may lose NaN
         self.mesh.stage.all_reduce(amax, "amax_all_reduce", dist.ReduceOp.MAX)
+        registry.take_current(self._fp8_weight_indices, amax)
+
+    def _reduce_amax(self, amax: Tensor) -> None:
+        """Maximum over the ranks that share scales; without sharing, only what has to agree.
+
+        A weight is one tensor for all data-parallel ranks, of which each holds a shard: its scale
+        has to cover the whole in any case. So with `--no-fp8-reduce-amax` weights still agree over
+        data parallel, and ranks of a tensor-parallel group, which hold different parts, do not.
+        """
+        if self.config.precision.fp8_reduce_amax:
+            self.mesh.stage.all_reduce(amax, "amax_all_reduce", dist.ReduceOp.MAX)
+            return
+        weights = self._fp8_weight_indices
+        if len(weights):
+            # A row for each tp rank: one reduction over the stage's group, which is there already.
+            rows = amax.new_zeros(self.mesh.layout.tp, len(weights))
+            rows[self.mesh.tp_rank] = amax[weights]
+            self.mesh.stage.all_reduce(rows, "amax_all_reduce", dist.ReduceOp.MAX)
+            amax[weights] = rows[self.mesh.tp_rank]
 
     def _report_skip(self, iteration: int, tokens: float) -> None:
         """Rank 0 names the parameters and ranks at fault. Rare, so object collectives are fine."""
@@ -207,10 +246,13 @@ class TrainingStep:
 
 
 def _fp8_weight_shards(
-    registry: ScaleRegistry | None, gradients: Gradients
+    registry: ScaleRegistry | None, gradients: Gradients, gathered: bool
 ) -> list[tuple[int, Tensor]]:
-    """(registry index, fp32 shard) of FP8 weights whose amax is taken from the updated masters."""
-    if registry is None or not registry.recipe.stateful:
+    """(registry index, fp32 shard) of FP8 weights whose amax is taken from the updated masters.
+
+    Without state only if they are gathered in FP8.
+    """
+    if registry is None or not (registry.recipe.stateful or gathered):
         return []
     if registry.recipe.weight_amax != "updated":
         return []

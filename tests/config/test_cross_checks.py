@@ -3,6 +3,7 @@
 import pytest
 
 from megafp8.config import RunConfig, load_config
+from megafp8.config.backend import attention_refusals
 from megafp8.config.checks import check_trainable
 from megafp8.errors import ConfigurationError
 
@@ -46,7 +47,6 @@ def error(text: str) -> str:
         ("--profile", "--profile is not built yet"),
         ("--fp8-stats-interval 10", "--fp8-stats-interval is not built yet"),
         ("--data-path 0.3 a 0.7 b", "blend of data sets is not built yet"),
-        ("--bf16 --fp8-format hybrid --tensor-model-parallel-size 2 --no-fp8-reduce-amax", "2 * 1"),
     ],
 )
 def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: str) -> None:
@@ -159,21 +159,44 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
         ("--wandb-exp-name a", "--wandb-exp-name needs --wandb-project"),
         (
             "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --no-fp8-wgrad",
-            "--transformer-impl transformer_engine: --no-fp8-wgrad: TransformerEngine has no weight",
+            "--transformer-impl transformer_engine: --no-fp8-wgrad: TransformerEngine has no",
         ),
         (
             "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-tp-comm none "
             "--tensor-model-parallel-size 2 --sequence-parallel",
             "--fp8-tp-comm none: TransformerEngine gathers FP8 operands as FP8",
         ),
+        ("--fp8-attention dpa", "--fp8-attention dpa needs --transformer-impl transformer_engine"),
         (
-            "--transformer-impl transformer_engine --pipeline-model-parallel-size 2 "
-            "--pipeline-schedule zbv",
-            "--pipeline-schedule zbv splits the backward pass",
+            "--transformer-impl native --bf16 --fp8-format hybrid --fp8-attention dpa",
+            "found native: the native core has no FP8; allowed with it: none",
         ),
         (
-            "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-param-gather",
-            "--fp8-param-gather: TransformerEngine's layers take weights in BF16",
+            "--transformer-impl transformer_engine --bf16 --fp8-attention dpa",
+            "--fp8-attention dpa needs --fp8-format hybrid",
+        ),
+        (
+            "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-attention mha",
+            "--fp8-attention mha lets linear_qkv hand on FP8",
+        ),
+        (
+            "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-attention dpa "
+            "--attention-backend local",
+            "--fp8-attention dpa contradicts --attention-backend local",
+        ),
+        ("--attention-backend flash", "--attention-backend flash is a core of TransformerEngine's"),
+        (
+            "--transformer-impl native --attention-backend unfused",
+            "needs --transformer-impl transformer_engine, found native; allowed with it: auto, loc",
+        ),
+        (
+            "--transformer-impl transformer_engine --attention-backend fused",
+            "--attention-backend fused computes in 16 bits and needs --bf16 or --fp16",
+        ),
+        (
+            "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-param-gather "
+            "--fp8-recipe tensorwise",
+            "--fp8-param-gather with --fp8-recipe tensorwise: TransformerEngine finds the scales",
         ),
         (
             "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-tp-comm all "
@@ -192,14 +215,27 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
             "--fp8-param-gather contradicts --fp8-weight-amax cast",
         ),
         (
-            "--bf16 --fp8-format hybrid --fp8-grad-reduce --no-fp8-reduce-amax "
-            "--tensor-model-parallel-size 2",
-            "--fp8-reduce-amax false needs tensor parallel * data parallel = 1",
+            "--bf16 --fp8-format hybrid --fp8-param-gather --no-fp8-reduce-amax",
+            "--fp8-param-gather contradicts --no-fp8-reduce-amax: the shards of a weight",
+        ),
+        (
+            "--bf16 --fp8-format hybrid --fp8-param-gather --fp8-amax-window micro-batch",
+            "--fp8-param-gather contradicts --fp8-amax-window micro-batch",
+        ),
+        (
+            "--bf16 --fp8-format hybrid --fp8-param-gather --fp8-recipe rowwise",
+            "--fp8-param-gather does not work with --fp8-recipe rowwise",
         ),
     ],
 )
 def test_contradictions(text: str, fragment: str) -> None:
     assert fragment in error(text)
+
+
+def test_gathered_codes_need_one_scale() -> None:
+    flags = "--bf16 --fp8-format hybrid --no-fp8-reduce-amax --tensor-model-parallel-size 2"
+    found = error(f"{flags} --sequence-parallel")
+    assert "found --fp8-tp-comm all-gather, allowed with both: none" in found
 
 
 @pytest.mark.parametrize(
@@ -212,13 +248,18 @@ def test_contradictions(text: str, fragment: str) -> None:
         "--bf16 --fp8-format hybrid --fp8-recipe auto",
         "--bf16 --fp8-format none",
         "--bf16 --fp8-format none --fp8-tp-comm all --fp8-param-gather --fp8-grad-reduce",
+        "--bf16 --fp8-format hybrid --fp8-param-gather --fp8-recipe tensorwise",
         "--bf16 --fp8-format hybrid --fp8-tp-comm all --fp8-param-gather --fp8-grad-reduce "
         "--fp8-grad-error-feedback",
-        "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-grad-reduce",
+        "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-grad-reduce "
+        "--fp8-param-gather",
         "--fp16 --loss-scale 128",
         "--optimizer sgd",
         "--eod-mask-loss --keep-last 2 --window-size 0,0",
         "--bf16 --fp8-format hybrid --no-fp8-reduce-amax",
+        "--bf16 --fp8-format hybrid --no-fp8-reduce-amax --tensor-model-parallel-size 2",
+        "--bf16 --fp8-format hybrid --no-fp8-reduce-amax --tensor-model-parallel-size 2 "
+        "--sequence-parallel --fp8-tp-comm none",
         "--first-last-layers-bf16 --num-layers-at-start-in-bf16 0",
         "--recompute-granularity selective",
         "--recompute-granularity full --recompute-num-layers 1",
@@ -297,3 +338,13 @@ def test_typed_values_from_python_are_checked_strictly() -> None:
         with pytest.raises(ConfigurationError) as caught:
             RunConfig.from_dict(bad)
         assert fragment in str(caught.value)
+
+
+def test_fp8_attention_needs_delayed_scaling() -> None:
+    """Said whatever recipes there are: cuDNN has no other on Hopper."""
+    config = load("--transformer-impl transformer_engine --bf16 --fp8-format hybrid")
+    changes = {"fp8_recipe": "tensorwise", "fp8_attention": "dpa"}
+    precision = config.precision.model_copy(update=changes)
+    (said,) = attention_refusals(config.model_copy(update={"precision": precision}))
+    assert said.startswith("--fp8-attention dpa needs --fp8-recipe delayed, found tensorwise")
+    assert not list(attention_refusals(config))

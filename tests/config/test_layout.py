@@ -78,12 +78,6 @@ def load(text: str = "", layers: int = 8, micro: int = 2, batch: int | None = 16
             {"batch": 128},
             "hidden_size 32 is not divisible by fsdp_size 64",
         ),
-        (
-            "--bf16 --fp8-format hybrid --no-fp8-reduce-amax",
-            2,
-            {},
-            "tensor parallel * data parallel = 1, found 1 * 2",
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_equation(

@@ -30,6 +30,7 @@ DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 BATCH = ("--global-batch-size", "8")
 HALF = ("--num-layers", "2", *BATCH)
 FP32 = PRECISIONS["fp32"]
+WIRES = ("--fp8-tp-comm", "all", "--fp8-param-gather", "--fp8-grad-reduce")
 
 
 @dataclass
@@ -90,6 +91,8 @@ def uninterrupted(flags: tuple[str, ...], at: int, iterations: int, save: str) -
         (4, (*PARITY, *HALF, *TIED, *degrees(1, 2)), 3),
         (2, (*PARITY, *BATCH, *TIED, *ZBV, *degrees(1, 2)), 3),
         (4, (*PARITY, *HALF, "--fsdp-size", "2", *degrees()), 3),
+        (4, (*PARITY, *HALF, *WIRES, *degrees(2, 1, SP)), 3),
+        pytest.param(4, (*PARITY, *HALF, *WIRES, *degrees(1, 2)), 3, marks=pytest.mark.slow),
     ],
     ids=[
         "tp2pp2",
@@ -100,6 +103,8 @@ def uninterrupted(flags: tuple[str, ...], at: int, iterations: int, save: str) -
         "pp2fsdp2-tied",
         "zbv-tied",
         "hsdp",
+        "tp2fsdp2-fp8-wires",
+        "pp2fsdp2-fp8-wires",
     ],
 )
 def test_resumed_run_is_bitwise_the_same(

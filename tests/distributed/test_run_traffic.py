@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.profiler import ProfilerActivity, profile
 
 from megafp8.errors import TrainingError
+from megafp8.launch.communication import step_bytes
 from megafp8.parallel.traffic import summarize
 from tests.support.layouts import (
     PARITY,
@@ -31,6 +32,10 @@ from tests.support.ranks import Ranks
 GLOBAL_BATCH, MICRO_BATCH, SEQUENCE, HIDDEN, LAYERS = 8, 2, 64, 128, 4
 PRESET = (*PARITY, "--global-batch-size", str(GLOBAL_BATCH))
 ZBV = ("--pipeline-schedule", "zbv")
+# 128 tokens for each rank, which blocks of 128 along tokens need.
+BLOCK_BATCH = ("--seq-length", "128", "--max-position-embeddings", "128")
+HSDP_KEPT = ("--fsdp-size", "2", "--reshard-after-forward", "false")
+WIRES = ("--fp8-tp-comm", "all", "--fp8-param-gather", "--fp8-grad-reduce")
 FP16 = ("--bf16", "false", "--fp16", "--fp8-format", "none", "--initial-loss-scale", "16")
 
 
@@ -210,6 +215,7 @@ OPERATIONS = {
     # operation: (which input is the full tensor, whether tensors come as a list)
     "c10d::_allgather_base_": ("gather", 0, False),
     "c10d::_reduce_scatter_base_": ("scatter", 1, False),
+    "c10d::alltoall_base_": ("scatter", 1, False),
     "c10d::allreduce_": ("reduce", 0, True),
     "c10d::send": ("send", 0, True),
 }
@@ -288,10 +294,60 @@ def _as_operations(training: Training) -> dict[str, dict[str, int]]:
         (4, degrees(1, 2, "--untie-embeddings-and-output-weights", "false")),
         (2, degrees(2, 1, SP, "--fp8-tp-comm", "none")),
         (2, degrees(1, 2, *ZBV)),
+        (4, degrees(2, 1, SP, *WIRES)),
     ],
-    ids=["tp2pp2", "tp2fsdp2", "hsdp", "pp2fsdp2-tied", "tp2-bf16-gathers", "zbv"],
+    ids=["tp2pp2", "tp2fsdp2", "hsdp", "pp2fsdp2-tied", "tp2-bf16-gathers", "zbv", "fp8-wires"],
 )
 def test_counters_equal_the_profiler(ranks: Ranks, size: int, flags: tuple[str, ...]) -> None:
     for seen, counted in ranks.run(profiled_step, world_size=size, flags=flags):
         assert seen == counted
         assert seen["reduce"]["calls"] >= 2
+
+
+# ------------------------------------------------------------------------------------ arithmetic
+
+
+def counted_and_computed(flags: tuple[str, ...]) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by kind of one iteration as counted over all ranks, and as a dry run has them."""
+    training = start_training((*PRESET, *flags))
+    curve = training.iterate(2)
+    computed = step_bytes(training.config, training.shape, training.plan, training.mesh.layout)
+    counted = {kind: sum(by.values()) for kind, by in curve.comm_bytes[1].items()}
+    left_out = ("tp_all_reduce", "dp_all_reduce", "amax_all_reduce", "grad_norm", "loss")
+    return {kind: n for kind, n in counted.items() if kind not in left_out}, computed
+
+
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (4, degrees(2, 1, SP, *WIRES)),
+        (4, degrees(2, 1, SP, *WIRES, "--reshard-after-forward", "false", "--no-fp8-wgrad")),
+        pytest.param(4, degrees(1, 2, *WIRES), marks=pytest.mark.slow),
+        (2, degrees(1, 2, *ZBV)),
+        (2, degrees(2, 1, SP, "--recompute-granularity", "full", "--recompute-num-layers", "3")),
+        pytest.param(4, degrees(1, 1, *HSDP_KEPT), marks=pytest.mark.slow),
+        pytest.param(4, degrees(2, 1, "--first-last-layers-bf16", *WIRES), marks=pytest.mark.slow),
+        (2, degrees(2, 1, SP, "--fp8-tp-comm", "none")),
+        *(
+            (2, degrees(2, 1, SP, "--fp8-tp-comm", "all", "--fp8-recipe", recipe, *BLOCK_BATCH))
+            for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8")
+        ),
+    ],
+    ids=[
+        "wires",
+        "kept",
+        "pp2fsdp2",
+        "zbv",
+        "recompute",
+        "hsdp",
+        "no-sp",
+        "bf16-gathers",
+        "tensorwise",
+        "rowwise",
+        "blockwise",
+        "mxfp8",
+    ],
+)
+def test_a_dry_run_knows_the_bytes(ranks: Ranks, size: int, flags: tuple[str, ...]) -> None:
+    counted, computed = ranks.run(counted_and_computed, world_size=size, flags=flags)[0]
+    assert counted == computed

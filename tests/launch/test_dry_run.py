@@ -126,3 +126,33 @@ def test_a_vocabulary_nobody_tells_is_an_error(capsys: pytest.CaptureFixture[str
     assert "vocabulary size is unknown" in capsys.readouterr().err
     assert main([*argv.split(), "--tokenizer-type", "ByteTokenizer"], {}) == 0
     assert "vocabulary 257 padded to 384" in capsys.readouterr().out
+
+
+def test_communication_is_compared_with_the_run_without_fp8(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The preset's gathers are halved; embedding and output layer are counted apart."""
+    text = dry_run(capsys, "llama3_8b", "--world-size 8")
+    rows = {
+        line.split()[0]: line.split()[1:]
+        for line in text.split("# communication\n")[1].splitlines()[1:]
+    }
+    assert rows["tp_linear_all_gather"][1] == "0.500"
+    assert rows["fsdp_block_all_gather"][1] == rows["fsdp_other_all_gather"][1] == "1.000"
+    wires = "--fp8-tp-comm all --fp8-param-gather --fp8-grad-reduce --world-size 8"
+    text = dry_run(capsys, "llama3_8b", wires)
+    rows = {
+        line.split()[0]: line.split()[1:]
+        for line in text.split("# communication\n")[1].splitlines()[1:]
+    }
+    # 32 blocks, gathered twice by each of 32 micro-batches: each of 4 FSDP ranks sends its quarter
+    # to 3 others. Two norms a block are whole on both tensor-parallel ranks, in BF16.
+    weights = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
+    norms = 32 * 2 * 4096 * 2 * 2
+    assert int(rows["fsdp_block_all_gather"][0]) == 2 * 32 * 3 * (weights + norms)
+    ratios = {kind: row[1] for kind, row in rows.items()}
+    assert ratios["fsdp_block_all_gather"] == "0.500"
+    assert ratios["fsdp_block_reduce_scatter"] == "0.254"
+    assert ratios["tp_linear_reduce_scatter"] == "0.508"
+    assert float(ratios["blocks"]) < float(ratios["all"]) < 0.5
+    assert "nothing is sent between ranks" in dry_run(capsys, "parity")

@@ -105,5 +105,5 @@ def test_recipe_is_frozen_hashable_and_knows_roles() -> None:
     roles = ("input", "weight", "grad_output")
     assert [recipe.format(role) for role in roles] == [E4M3, E4M3, E5M2]
     assert [Recipe(gradient_format=E4M3).format(role) for role in roles] == [E4M3] * 3
-    with pytest.raises(PrecisionError, match="role 'output'"):
-        recipe.format("output")  # type: ignore[arg-type]
+    with pytest.raises(PrecisionError, match="role 'logits'"):
+        recipe.format("logits")  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.config import ModelShape, RunConfig, load_config
+from megafp8.config.precision import RECIPES
 from megafp8.errors import ConfigurationError, PrecisionError
 from megafp8.precision import PrecisionPlan, build_plan
 
@@ -73,6 +74,49 @@ def test_the_parity_preset_is_fp8_throughout_at_every_layout(text: str, world_si
     assert plan.count("fp8") == len(plan.linears) == 16
     decisions = [(item.name, item.precision, item.reason) for item in plan.linears]
     assert decisions == [(item.name, item.precision, item.reason) for item in alone.linears]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "world_size", "linears"), [("tiny", 4, 16), ("llama3_8b", 8, 128)]
+)
+def test_presets_are_fp8_throughout_with_every_recipe(
+    recipe: str, name: str, world_size: int, linears: int
+) -> None:
+    plan = plan_of(preset(name, f"--fp8-recipe {recipe}"), world_size)
+    assert plan.count("fp8") == len(plan.linears) == linears
+    assert all(f"recipe {recipe}" in item.reason for item in plan.linears)
+    # Both presets have sequence parallelism, where columns of an operand span ranks.
+    high = "rowwise" in recipe
+    assert plan.weight_gradients.startswith("bf16 operands" if high else "FP8 operands")
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "fragment"),
+    [
+        ("--fp8-recipe blockwise", 1, "tokens of one rank 32 not a multiple of 128, which blockwise's"),
+        # 64 tokens, but 16 on each of two ranks with micro-batches of one.
+        (
+            "--fp8-recipe mxfp8 --tensor-model-parallel-size 2 --sequence-parallel "
+            "--micro-batch-size 1 --seq-length 32",
+            2,
+            "tokens of one rank 16 not a multiple of 32, which mxfp8's blocks need",
+        ),
+    ],
+)
+def test_blocks_have_to_fit_the_features_and_tokens_of_one_rank(
+    text: str, world_size: int, fragment: str
+) -> None:
+    with pytest.raises(PrecisionError, match="no linear can be FP8") as caught:
+        plan_of(plain(f"--hidden-size 64 --ffn-hidden-size 128 {text}"), world_size)
+    assert fragment in str(caught.value)
+
+
+def test_a_linear_that_blocks_do_not_fit_is_bf16_on_every_rank() -> None:
+    plan = plan_of(plain("--fp8-recipe mxfp8 --ffn-hidden-size 48"), 1)
+    found = {item.name.rpartition("linear_")[2]: item for item in plan.linears}
+    assert {name for name, item in found.items() if item.precision == "bf16"} == {"fc1", "fc2"}
+    assert "48 not a multiple of 32, which mxfp8's blocks need" in found["fc1"].reason
 
 
 @pytest.mark.parametrize(

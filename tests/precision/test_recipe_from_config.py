@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from megafp8.config import load_config
+from megafp8.errors import PrecisionError
 from megafp8.numerics.formats import E4M3, E5M2
-from megafp8.numerics.recipe import Recipe
-from megafp8.precision import recipe_fields, recipe_from_config
+from megafp8.numerics.recipe import RECIPE_NAMES, Recipe
+from megafp8.precision import high_precision_wgrad, recipe_fields, recipe_from_config
 
 PARITY = Path(__file__).resolve().parents[2] / "scripts" / "configs" / "parity.yaml"
 
@@ -66,3 +67,44 @@ def test_margins_at_both_ends() -> None:
 def test_without_fp8_there_is_no_recipe() -> None:
     config = load("--fp8-format none")
     assert recipe_from_config(config) is None and recipe_fields(config) == {}
+
+
+@pytest.mark.parametrize("name", RECIPE_NAMES)
+@pytest.mark.parametrize("fmt", ["hybrid", "e4m3"])
+def test_every_recipe_takes_both_formats(name: str, fmt: str) -> None:
+    config = load(f"--fp8-recipe {name} --fp8-format {fmt}")
+    recipe = recipe_from_config(config)
+    assert recipe is not None and recipe.name == name and recipe.forward_format == E4M3
+    assert recipe.gradient_format == (E5M2 if fmt == "hybrid" else E4M3)
+    assert recipe.power_of_2_scales == (name in ("blockwise", "mxfp8"))
+    assert recipe.fp8_wgrad == (name != "rowwise_with_gw_hp")
+    fields = recipe_fields(config)
+    assert fields["name"] == name and ("amax_history_len" in fields) == (name == "delayed")
+
+
+def test_options_of_recipes_are_carried() -> None:
+    recipe = recipe_from_config(
+        load("--fp8-scale-cap 1e4 --fp8-power-of-2-scales --fp8-fake-quant --no-fp8-wgrad")
+    )
+    assert recipe == Recipe(scale_cap=1e4, power_of_2_scales=True, fake_quant=True, fp8_wgrad=False)
+    fp32 = recipe_from_config(load("--fp8-recipe blockwise --no-fp8-power-of-2-scales"))
+    assert fp32 is not None and not fp32.power_of_2_scales
+
+
+def test_rowwise_under_sequence_parallelism_has_high_precision_weight_gradients() -> None:
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel"
+    for name in RECIPE_NAMES:
+        config = load(f"--fp8-recipe {name} {layout}")
+        recipe = recipe_from_config(config)
+        assert recipe is not None and recipe.fp8_wgrad == ("rowwise" not in name), name
+    assert "columns" in str(high_precision_wgrad(load(f"--fp8-recipe rowwise {layout}")))
+
+
+def test_numerics_refuses_what_has_no_meaning() -> None:
+    for fields, message in (
+        ({"name": "rows"}, "name 'rows' is not one of delayed"),
+        ({"name": "mxfp8"}, "recipe mxfp8 has power-of-two scales"),
+        ({"scale_cap": 0.0}, "scale_cap 0.0 is not a positive number"),
+    ):
+        with pytest.raises(PrecisionError, match=message):
+            Recipe(**fields)  # type: ignore[arg-type]

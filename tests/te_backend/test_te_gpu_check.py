@@ -33,5 +33,6 @@ def test_scales_outputs_and_speed(te_ranks: Ranks) -> None:
     for product in ("y", "dx", "dw"):
         assert found[f"{product}, TE against native"].verdict == "ok"
         assert found[f"{product} of mlp.linear_fc1, te fp8 against bf16"].verdict == "ok"
-    assert found["training step of one block, te fp8"].value
+    for kind in ("te fp8", "te fp8, fused norms"):
+        assert found[f"training step of one block, {kind}"].value
     assert spoilt[0].verdict == "FAIL" and "1 of 24 tensors differ at step 0" in spoilt[0].found

@@ -12,6 +12,7 @@ LAYOUTS = {
     "tp2": (2, degrees(2)),
     "pp2": (2, degrees(1, 2)),
     "fsdp2": (2, degrees()),
+    "fsdp2 resharded": (2, degrees(1, 1, "--reshard-after-forward=true")),
     "tp2 x fsdp2": (4, degrees(2, 1, SP)),
 }
 ITERATIONS = {"fp32": 3, "bf16": 3, "fp8": 8}
@@ -35,8 +36,34 @@ def test_losses_equal_native(ranks: Ranks, te_ranks: Ranks, layout: str, precisi
     assert found.comm_calls == wanted.comm_calls
     if precision == "fp8":
         assert [calls.get("amax_all_reduce", 0) for calls in found.comm_calls] == (
-            [1 if size > 1 and layout != "pp2" else 0] * iterations
+            [1 if size > 1 and not layout.startswith("pp2") else 0] * iterations
         )
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_zero_bubble_schedule(ranks: Ranks, te_ranks: Ranks, precision: str) -> None:
+    """Weight gradients in the W slots, biases outside of TE: within the bounds of one backward."""
+    sizes = ("--num-layers", "4", "--global-batch-size", "8", "--disable-bias-linear=false")
+    command = (*PARITY, *sizes, *PRECISIONS[precision], *degrees(1, 2, "--pipeline-schedule=zbv"))
+    wanted = ranks.run(train, world_size=2, flags=command, iterations=3)[0].curve
+    found = te_ranks.run(te_curve, world_size=2, flags=command, iterations=3)[0]
+    loss, norm = deviations(found, wanted)
+    bound = 1e-3 if precision != "fp8" else BOUNDS["fp8"][0]
+    assert loss <= bound and norm <= max(bound, BOUNDS[precision][1])
+    assert found.comm_calls == wanted.comm_calls
+
+
+@pytest.mark.parametrize("how", ["true", "false"])
+def test_gathered_codes_are_multiplied_as_they_are(ranks: Ranks, te_ranks: Ranks, how: str) -> None:
+    """FSDP gathers FP8, whether weights are kept gathered or not; gradients are reduced in FP8."""
+    wires = ("--fp8-param-gather", "--fp8-grad-reduce", f"--reshard-after-forward={how}")
+    command = (*PARITY, *SMALL, *degrees(), *wires)
+    wanted = ranks.run(train, world_size=2, flags=command, iterations=4)[0].curve
+    found = te_ranks.run(te_curve, world_size=2, flags=command, iterations=4)[0]
+    loss, norm = deviations(found, wanted)
+    assert loss <= BOUNDS["fp8"][0] and norm <= BOUNDS["fp8"][1]
+    assert found.comm_bytes == wanted.comm_bytes and found.comm_calls == wanted.comm_calls
+    assert set(found.comm_bytes[-1]["fsdp_block_all_gather"]) == {"uint8"}
 
 
 def test_model_with_biases_and_layer_norm(ranks: Ranks, te_ranks: Ranks) -> None:

@@ -3,6 +3,10 @@
 import copy
 import dataclasses
 import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +21,27 @@ from megafp8.layers.transformer_engine import availability
 from megafp8.numerics import E4M3, E5M2, Recipe
 from tests.model.small import FP8, GPT2, layer_context, small_config
 from tests.support import te_cpu
-from tests.support.layouts import PARITY, SP, degrees
+from tests.support.layouts import PARITY, ROOT, SP, degrees
 from tests.support.ranks import Ranks
 from tests.support.te_runs import SMALL, TE, start_te, te_curve, train
 
 NAME = "decoder.layers.0.self_attention.linear_qkv"
 TENSORWISE = ("--fp8-recipe", "tensorwise")
+# What blocks of 128 need.
+BLOCK_SIZES = (
+    *("--hidden-size", "256", "--ffn-hidden-size", "512", "--num-attention-heads", "4"),
+    *(
+        "--num-query-groups",
+        "2",
+        "--num-layers",
+        "2",
+        "--seq-length",
+        "256",
+        "--max-position-embeddings",
+        "256",
+    ),
+    *("--micro-batch-size", "2", "--global-batch-size", "4"),
+)
 CLASSES = {
     "delayed": "DelayedScaling",
     "tensorwise": "Float8CurrentScaling",
@@ -290,3 +309,24 @@ def test_evaluation_leaves_no_trace(te_ranks: Ranks, layers: tuple[str, ...]) ->
 def test_stand_in_device_answers_as_te_does() -> None:
     for name in ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available"):
         assert list(inspect.signature(getattr(_Device(9, 0), name)).parameters) == ["return_reason"]
+
+
+def command_losses(folder: Path, flags: tuple[str, ...]) -> list[float]:
+    """Losses of a run of the command line, on whatever device is there."""
+    command = (*PARITY, *BLOCK_SIZES, *TE, *flags, "--train-iters", "5", "--run-dir", str(folder))
+    subprocess.run([sys.executable, "pretrain_gpt.py", *command], cwd=ROOT, check=True, timeout=600)
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CLASSES)
+def test_recipe_trains_on_a_gpu(tmp_path: Path, name: str) -> None:
+    usable, reason = availability.available(name)
+    if not usable:
+        pytest.skip(reason)
+    wanted = command_losses(tmp_path / "bf16", ("--fp8-format", "none"))
+    found = command_losses(tmp_path / name, ("--fp8-recipe", name))
+    assert len(found) == len(wanted) == 5 and found != wanted
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert abs(ours / theirs - 1) < 0.03

@@ -1,7 +1,7 @@
-"""NVIDIA apex's fused Adam over local fp32 shards; the only importer of apex.
+"""NVIDIA apex: fused Adam over local fp32 shards, fused norms (`norm.py`); its only importer.
 
 PyPI has another project of that name (a toolkit for Pyramid). It is told apart by what it lacks:
-the `optimizers` folder and the compiled module `amp_C`.
+the folders `optimizers` and `normalization`, and the compiled modules.
 """
 
 import importlib.util
@@ -12,22 +12,33 @@ import torch
 
 INSTALL = "NVIDIA's is built from github.com/NVIDIA/apex with its CUDA extensions (docs/install.md)"
 
+_KINDS = {"optimizers": "optimizers", "normalization": "norms"}
+
 
 def available() -> tuple[bool, str]:
     """Say whether apex's fused optimizers can be used here, with the reason."""
+    return _available("optimizers", "amp_C")
+
+
+def norms_available() -> tuple[bool, str]:
+    """Say whether apex's fused norms can be used here, with the reason."""
+    return _available("normalization", "fused_layer_norm_cuda")
+
+
+def _available(part: str, extension: str) -> tuple[bool, str]:
     spec = importlib.util.find_spec("apex")
     if spec is None or not spec.submodule_search_locations:
         return False, f"apex is not installed; {INSTALL}"
     folders = [Path(folder) for folder in spec.submodule_search_locations]
-    if not any((folder / "optimizers").is_dir() for folder in folders):
+    if not any((folder / part).is_dir() for folder in folders):
         return False, (
             "the installed package apex is PyPI's, which has nothing to do with NVIDIA's: "
             f"pip uninstall apex; {INSTALL}"
         )
-    if importlib.util.find_spec("amp_C") is None:
-        return False, f"apex is installed without its CUDA extensions (amp_C); {INSTALL}"
+    if importlib.util.find_spec(extension) is None:
+        return False, f"apex is installed without its CUDA extensions ({extension}); {INSTALL}"
     if not torch.cuda.is_available():
-        return False, "apex's optimizers need a CUDA device and torch sees none"
+        return False, f"apex's {_KINDS[part]} need a CUDA device and torch sees none"
     return True, "NVIDIA apex"
 
 

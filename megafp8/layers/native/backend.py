@@ -8,7 +8,7 @@ from torch import nn
 from megafp8.layers.backend import CoreOptions, LayerContext, LinearOptions, NormOptions
 from megafp8.layers.native.attention_core import SdpaCore
 from megafp8.layers.native.linear import Fp8Linear, HighPrecisionLinear
-from megafp8.layers.native.norm import Norm
+from megafp8.layers.norms import make_norm
 
 
 class NativeBackend:
@@ -22,7 +22,7 @@ class NativeBackend:
 
     def norm(self, context: LayerContext, name: str, kind: str, epsilon: float) -> nn.Module:
         """See `Backend.norm`."""
-        return Norm(context, name, kind, epsilon)
+        return make_norm(context, name, kind, epsilon)
 
     def norm_linear(
         self, context: LayerContext, norm: NormOptions, linear: LinearOptions

@@ -151,7 +151,7 @@ class Fp8Operands:
         return describe(self.recipe, lambda operand, summed: "tensor")
 
     def _observe(self, role: Role, x: Tensor) -> None:
-        """Record the amax of x, before it is gathered."""
+        """Record the amax of x."""
         if self.registry.recording:
             self.registry.record(self.index[role], compute_amax(x))
 
@@ -173,13 +173,18 @@ class Fp8Operands:
             (for wgrad, for fprop or dgrad). They differ for an input under sequence parallelism,
             and with --no-fp8-wgrad, where wgrad takes high-precision operands.
         """
-        self._observe(role, x)
         if not self.fp8_wgrad and role == "grad_output":
             whole = self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
+            self._observe(role, whole)
             return whole, self._quantize(role, whole)
         if gather and not self.fp8_gather:
-            full = self._quantize(role, self.tp.all_gather(x, LINEAR_KINDS[0]))
+            # The amax is that of what is cast: other ranks' tokens too, whose amaxes a rank with
+            # scales of its own would not learn otherwise.
+            whole = self.tp.all_gather(x, LINEAR_KINDS[0])
+            self._observe(role, whole)
+            full = self._quantize(role, whole)
             return (full if self.fp8_wgrad else x), full
+        self._observe(role, x)
         local = self._quantize(role, x, shared=gather)
         full = self._gather(local) if gather else local
         if role == "grad_output":

@@ -74,7 +74,7 @@ class TeCore(RegistryQuantizers, te.DotProductAttention):
                 raise
             kind = "in FP8" if self.options.fp8 else f"in {q.dtype}"
             raise PrecisionError(
-                f"{self.options.name}: TransformerEngine has no attention core for {kind} with q "
+                f"{self.options.name}: TransformerEngine has no attention core {kind} for q "
                 f"{list(q.shape)}, k {list(k.shape)} here (NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says "
                 "why); take --attention-backend local without --fp8-attention"
             ) from None

@@ -10,7 +10,7 @@ from torch import nn
 from megafp8.config.user_buffers import UserBufferOptions
 from megafp8.layers.backend import CoreOptions, LayerContext, LinearOptions, NormOptions
 from megafp8.layers.native.attention_core import SdpaCore
-from megafp8.layers.native.norm import Norm
+from megafp8.layers.norms import make_norm
 from megafp8.layers.transformer_engine.attention import TeCore
 from megafp8.layers.transformer_engine.fused import FoldedNorm, TeNormLinear
 from megafp8.layers.transformer_engine.linear import TeLinear
@@ -68,13 +68,13 @@ class TransformerEngineBackend:
 
     def norm(self, context: LayerContext, name: str, kind: str, epsilon: float) -> nn.Module:
         """See `Backend.norm`."""
-        return Norm(context, name, kind, epsilon)
+        return make_norm(context, name, kind, epsilon)
 
     def norm_linear(
         self, context: LayerContext, norm: NormOptions, linear: LinearOptions
     ) -> tuple[nn.Module, nn.Module]:
         """See `Backend.norm_linear`."""
-        if not self._options.fused_norms:
+        if not self._options.fused_norms or context.norm_impl != "native":
             first = self.norm(context, norm.name, norm.kind, norm.epsilon)
             return first, self.linear(context, linear)
         folded = FoldedNorm(context, norm.name, norm.kind, norm.epsilon)

@@ -12,10 +12,11 @@ from torch import Tensor
 from megafp8.layers.backend import LayerContext, LinearOptions
 from megafp8.layers.parameters import local
 from megafp8.layers.transformer_engine.cached_weight import KeptWeight, ready_weight
-from megafp8.layers.transformer_engine.recipes import PER_TENSOR
 from megafp8.layers.transformer_engine.deferred import DeferredWeightStore
+from megafp8.layers.transformer_engine.recipes import PER_TENSOR
 from megafp8.layers.transformer_engine.registry_quantizers import RegistryQuantizers, Slots
 from megafp8.layers.transformer_engine.user_buffers import NO_OVERLAP, Switches
+from megafp8.parallel.fp8_weights import WeightCast
 
 # TE's slots per direction (csrc/common.h of 2.20): forward input, weight, output; backward
 # grad_output, grad_input. Outputs are never FP8 here.
@@ -50,6 +51,10 @@ class LinearParameters(RegistryQuantizers):
         self._kept: KeptWeight | None = None
         if self._registry is not None and self._registry.recipe.name in PER_TENSOR:
             self._kept = KeptWeight(self._registry) if context.cache_weights else None
+        self.weight_cast: WeightCast | None = None
+        if context.fp8_param_gather and self._registry is not None:
+            index = self._registry.index_of(options.name, "weight")
+            self.weight_cast = WeightCast(self._registry, index)
 
     def _get_weight_tensors(self) -> list[Tensor]:
         # fc1's [2, ffn/tp, h] is [2 * ffn/tp, h] to TE: its own [gate; up] layout.

@@ -45,7 +45,7 @@ def te_recipe(recipe: OurRecipe, fp8_core: bool = False) -> Recipe:
 
     Args:
         recipe: of the run.
-        fp8_core: attention cores run in FP8 (delayed scaling alone).
+        fp8_core: lets attention cores in an enabled autocast run in FP8.
 
     Raises:
         PrecisionError: a recipe that TE does not have, naming those that it has.
@@ -56,13 +56,11 @@ def te_recipe(recipe: OurRecipe, fp8_core: bool = False) -> Recipe:
             f"TransformerEngine has no recipe {recipe.name!r}; allowed: {', '.join(_MAKERS)}"
         )
     assert recipe.forward_format == E4M3  # E5M2 x E5M2 has no GEMM
-    assert recipe.name == "delayed" or not fp8_core
-    made = make(recipe, Format.E4M3 if recipe.gradient_format == E4M3 else Format.HYBRID)
-    made.fp8_dpa = fp8_core
-    return made
+    fp8_format = Format.E4M3 if recipe.gradient_format == E4M3 else Format.HYBRID
+    return make(recipe, fp8_format, fp8_core)
 
 
-def _delayed_scaling(recipe: OurRecipe, fp8_format: Format) -> Recipe:
+def _delayed_scaling(recipe: OurRecipe, fp8_format: Format, fp8_core: bool) -> Recipe:
     """TE's delayed scaling.
 
     Windows, algorithms and margins stay with the scale registry, whose memory TE's quantizers read
@@ -77,13 +75,13 @@ def _delayed_scaling(recipe: OurRecipe, fp8_format: Format) -> Recipe:
         amax_history_len=1,
         amax_compute_algo="most_recent",
         reduce_amax=True,
-        fp8_dpa=False,
+        fp8_dpa=fp8_core,
         fp8_mha=False,
         backward_override=None,
     )
 
 
-def _current_scaling(recipe: OurRecipe, fp8_format: Format) -> Recipe:
+def _current_scaling(recipe: OurRecipe, fp8_format: Format, fp8_core: bool) -> Recipe:
     """TE's per-tensor current scaling: a tensor's scale is 448 (or 57344) / its own amax."""
     made = checked(
         Float8CurrentScaling,
@@ -92,15 +90,18 @@ def _current_scaling(recipe: OurRecipe, fp8_format: Format) -> Recipe:
         fp8_gemm_fprop=MMParams(use_split_accumulator=False),
         fp8_gemm_dgrad=MMParams(use_split_accumulator=True),
         fp8_gemm_wgrad=MMParams(use_split_accumulator=True),
-        fp8_dpa=False,
+        fp8_dpa=fp8_core,
         fp8_mha=False,
         backward_override=None,
     )
     return _with_scales(made, recipe.power_of_2_scales)
 
 
-def _block_scaling(recipe: OurRecipe, fp8_format: Format) -> Recipe:
-    """TE's block scaling: 1 x 128 for inputs and gradients, 128 x 128 for weights."""
+def _block_scaling(recipe: OurRecipe, fp8_format: Format, fp8_core: bool) -> Recipe:
+    """TE's block scaling: 1 x 128 for inputs and gradients, 128 x 128 for weights.
+
+    It has no FP8 attention; TE refuses `fp8_core`.
+    """
     made = checked(
         Float8BlockScaling,
         use_f32_scales=not recipe.power_of_2_scales,
@@ -111,20 +112,20 @@ def _block_scaling(recipe: OurRecipe, fp8_format: Format) -> Recipe:
         fp8_gemm_fprop=MMParams(use_split_accumulator=True),
         fp8_gemm_dgrad=MMParams(use_split_accumulator=True),
         fp8_gemm_wgrad=MMParams(use_split_accumulator=True),
-        fp8_dpa=False,
+        fp8_dpa=fp8_core,
         fp8_mha=False,
         backward_override=None,
     )
     return _with_scales(made, recipe.power_of_2_scales)
 
 
-def _mxfp8(recipe: OurRecipe, fp8_format: Format) -> Recipe:
+def _mxfp8(recipe: OurRecipe, fp8_format: Format, fp8_core: bool) -> Recipe:
     """TE's MXFP8: an E8M0 scale for each 1 x 32 values, so powers of two by definition."""
     return checked(
         MXFP8BlockScaling,
         margin=0,
         fp8_format=fp8_format,
-        fp8_dpa=False,
+        fp8_dpa=fp8_core,
         fp8_mha=False,
         backward_override=None,
         enable_2d_quantization=False,
@@ -144,7 +145,7 @@ def _with_scales(made: Any, power_of_2: bool) -> Recipe:
     return made
 
 
-_MAKERS: dict[str, Callable[[OurRecipe, Format], Recipe]] = {
+_MAKERS: dict[str, Callable[[OurRecipe, Format, bool], Recipe]] = {
     "delayed": _delayed_scaling,
     "tensorwise": _current_scaling,
     "blockwise": _block_scaling,

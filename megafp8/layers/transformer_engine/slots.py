@@ -1,8 +1,9 @@
 """Scale state of modules that keep TE's own, to and from the canonical form of checkpoints.
 
-`TeLinear` has no state of its own. Stock TE modules (a model built elsewhere, fused layers,
-attention) hold theirs in `fp8_meta`: `scale` [slots] and `amax_history` [H, slots], whose row 0
-stages the running amax and whose rows 1..H-1 are finished entries, oldest first. In canonical form:
+Modules of this package have no state of their own (`registry_quantizers.py`). Stock TE modules (a
+model built elsewhere) hold theirs in `fp8_meta`: `scale` [slots] and `amax_history` [H, slots],
+whose row 0 stages the running amax and whose rows 1..H-1 are finished entries, oldest first. In
+canonical form:
 `fp8.<name>.<role>.scale` (fp32) and `.amax_history` (fp32 [H], newest last, 0 = unfilled); TE has
 no place for the oldest of H entries. No pickle is read or written.
 """

@@ -11,6 +11,7 @@ from transformer_engine.pytorch.module import linear as te_linear
 from megafp8.parallel.collectives import LINEAR_KINDS, CommGroup
 
 _COUNTED: dict[dist.ProcessGroup, CommGroup] = {}
+_COUNTING: set[Any] = set()  # the functions that count
 
 
 def count_traffic(group: CommGroup) -> None:
@@ -27,8 +28,10 @@ def count_traffic(group: CommGroup) -> None:
     for module in (te_base, te_linear, te_layernorm_linear):
         for name, wrap in _WRAPPERS.items():
             function = getattr(module, name, None)
-            if function is not None and not hasattr(function, "megafp8_counted"):
-                setattr(module, name, wrap(function))
+            if function is not None and function not in _COUNTING:
+                counting = wrap(function)
+                _COUNTING.add(counting)
+                setattr(module, name, counting)
 
 
 def _payload(tensor: Any) -> Any:
@@ -45,7 +48,6 @@ def _gather(function: Any) -> Any:
             group.traffic.gathered(LINEAR_KINDS[0], _payload(full), group.size)
         return full, work
 
-    counted.megafp8_counted = True  # type: ignore[attr-defined]
     return counted
 
 
@@ -57,7 +59,6 @@ def _reduce_scatter(function: Any) -> Any:
             group.traffic.gathered(LINEAR_KINDS[1], inp, group.size)
         return function(inp, tp_group, *args, **kwargs)
 
-    counted.megafp8_counted = True  # type: ignore[attr-defined]
     return counted
 
 
@@ -69,7 +70,6 @@ def _all_reduce(function: Any) -> Any:
             group.traffic.reduced("tp_all_reduce", inp, group.size)
         return function(inp, tp_group, *args, **kwargs)
 
-    counted.megafp8_counted = True  # type: ignore[attr-defined]
     return counted
 
 

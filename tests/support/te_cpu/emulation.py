@@ -90,7 +90,8 @@ def _current_scale(amax: Tensor, largest: float, quantizer: Any) -> Tensor:
     if quantizer.with_amax_reduction:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=quantizer.amax_reduction_group)
     amax = amax.clamp(min=quantizer.amax_epsilon)
-    scale = (largest / amax).clamp(max=torch.finfo(torch.float32).max)
+    # A tensor: torch makes number / tensor a product with 1 / tensor, the kernels divide once.
+    scale = (torch.tensor(largest) / amax).clamp(max=torch.finfo(torch.float32).max)
     if quantizer.force_pow_2_scales:
         scale = (scale.reshape(1).view(torch.int32) & 0x7F800000).view(torch.float32).reshape(())
     return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones(()))
@@ -431,7 +432,8 @@ def fused_amax_and_scale_update_after_reduction(
         if history.shape[0] > 1:
             history.copy_(torch.where(used, torch.roll(history, -1, 0), history))
         history[0].fill_(0)
-        new = ((largest / amax) / 2**margin).clamp(max=torch.finfo(torch.float32).max)
+        quotient = torch.tensor(largest) / amax  # as the kernel, one division
+        new = (quotient / 2**margin).clamp(max=torch.finfo(torch.float32).max)
         scale.copy_(torch.where((amax > 0) & torch.isfinite(amax), new, scale))
 
 

@@ -1,0 +1,200 @@
+"""Which rank was the first to fail, or has fallen silent, told by the ranks that notice it.
+
+A rank that dies, or is stopped, shows on the others as a broken or endless collective whose message
+names an address at best. Here every rank leaves signs of life in the rendezvous store, from a
+thread, so that a long step counts as life and a stopped process does not; and a rank that fails
+leaves its reason there. A rank that then finds a collective broken looks up whose fault it is.
+"""
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megafp8.errors import PeerError
+from megafp8.log import get_logger
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+_PREFIX = "megafp8_watch"
+_BROKEN = ("closed by peer", "reset by peer", "timed out", "timeout", "broken pipe", "aborted")
+
+
+class Watch:
+    """A context around everything that a rank does after it has joined the process group.
+
+    Args:
+        rank: This rank.
+        size: Ranks in all.
+        beat: Seconds between signs of life.
+        silence: Seconds without one after which a rank is called silent in the log.
+    """
+
+    def __init__(self, rank: int, size: int, beat: float = 1.0, silence: float = 15.0) -> None:
+        self.rank, self.size, self.beat, self.silence = rank, size, beat, silence
+        self.place = "set-up"  # what this rank is doing, for others to read
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._store: Any = None
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._called: set[int] = set()
+
+    def __enter__(self) -> "Watch":
+        if self.size > 1:
+            # A connection of its own: the shared one may be inside a long wait.
+            store = dist.distributed_c10d._get_default_store().clone()
+            self._store = dist.PrefixStore(_PREFIX, store)
+            self._thread = threading.Thread(target=self._live, name="watch", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Publish a failure of this rank's own, or raise the `PeerError` behind it."""
+        try:
+            if error is None or self._store is None:
+                return
+            if not _broke_in_a_collective(error):
+                self._publish(error)
+            elif isinstance(error, Exception):
+                peer = self._explain(error)
+                if peer is not None:
+                    raise peer from error
+        finally:
+            self._stop.set()
+
+    # ------------------------------------------------------------------------ signs of life
+
+    def _live(self) -> None:
+        count = 0
+        # The lowest rank looks after the others, the next one after the lowest.
+        watched = [rank for rank in range(self.size) if rank != self.rank] if self.rank < 2 else []
+        while not self._stop.wait(self.beat):
+            count += 1
+            try:
+                self._store.set(f"life_{self.rank}", f"{count} {self.place}")
+                if count % 5 == 0:
+                    self._look(watched if self.rank == 0 else watched[:1])
+            except Exception:
+                return  # the store is gone, and with it the run; the main thread will notice
+
+    def _look(self, ranks: list[int]) -> None:
+        """Tell of ranks that have been silent for long; a collective with them may hang."""
+        now = time.monotonic()
+        for rank, sign in self._signs(ranks).items():
+            former, since = self._seen.setdefault(rank, (sign, now))
+            if sign != former:
+                self._seen[rank] = (sign, now)
+                self._called.discard(rank)
+            elif now - since > self.silence and rank not in self._called:
+                self._called.add(rank)
+                log.error(
+                    "rank %d has given no sign of life for %.0f s (it was at %s): stopped, killed "
+                    "or cut off; this rank is at %s",
+                    rank,
+                    now - since,
+                    sign.partition(" ")[2] or "set-up",
+                    self.place,
+                )
+
+    def _signs(self, ranks: list[int]) -> dict[int, str]:
+        keys = [f"life_{rank}" for rank in ranks]
+        present = [rank for rank, key in zip(ranks, keys, strict=True) if self._store.check([key])]
+        values = self._store.multi_get([f"life_{rank}" for rank in present]) if present else []
+        signs = {rank: value.decode() for rank, value in zip(present, values, strict=True)}
+        return {rank: signs.get(rank, "") for rank in ranks}
+
+    # ------------------------------------------------------------------------------ failures
+
+    def _publish(self, error: BaseException) -> None:
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:2000]
+        self._ask(
+            lambda: self._store.compare_set("failed", "", f"{self.rank} {self.place}: {text}")
+        )
+
+    def _explain(self, error: Exception) -> PeerError | None:
+        """The rank behind a broken collective: one that published a failure, or fell silent."""
+        where = f"rank {self.rank} was at {self.place}, in {_collective(error)}"
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        before = self._ask(lambda: self._signs(others))
+        limit = time.monotonic() + 3.5 * self.beat
+        while before is not None and time.monotonic() < limit:
+            failed = self._ask(self._published)
+            if failed:
+                culprit, _, text = failed.partition(" ")
+                speaks = self.rank == min(r for r in range(self.size) if r != int(culprit))
+                # The culprit tells its own story at length; this is the pointer to it.
+                return PeerError(f"rank {culprit} failed first, at {text}; {where}", speaks)
+            time.sleep(0.2)
+        after = None if before is None else self._ask(lambda: self._signs(others))
+        if before is None or after is None:
+            return PeerError(
+                f"rank 0, or the launcher that holds the rendezvous store, does not answer: "
+                f"stopped, killed or cut off; {where}",
+                self.rank == 1,
+            )
+        silent = [rank for rank in others if after[rank] == before[rank]]
+        if not silent:
+            return None
+        names = ", ".join(str(rank) for rank in silent)
+        places = ", ".join(sorted({after[rank].partition(" ")[2] or "set-up" for rank in silent}))
+        speaks = self.rank == min(r for r in range(self.size) if r not in silent)
+        return PeerError(
+            f"rank{'s' if len(silent) > 1 else ''} {names}: no sign of life (stopped, killed or "
+            f"cut off), last at {places}; {where}",
+            speaks,
+        )
+
+    def _published(self) -> str:
+        return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """Ask the store; None if it has no answer within a few seconds, as when it is stopped."""
+        answer: list[T] = []
+
+        def ask() -> None:
+            try:
+                answer.append(question())
+            except Exception as error:
+                log.debug("the rendezvous store is gone: %s", error)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(3.0 * self.beat)
+        return answer[0] if answer else None
+
+
+def _broke_in_a_collective(error: BaseException) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    inside = any("torch/distributed" in frame.filename for frame in _frames(error))
+    broken = any(word in text for word in _BROKEN)
+    return isinstance(error, RuntimeError) and broken and (inside or "gloo" in text)
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in frames:
+        frame.filename = frame.filename.replace(os.sep, "/")
+    return list(frames)
+
+
+def _collective(error: BaseException) -> str:
+    """The function of `torch.distributed` that an error came out of."""
+    names = [
+        frame.name
+        for frame in _frames(error)
+        if frame.filename.endswith("torch/distributed/distributed_c10d.py")
+    ]
+    return names[0] if names else "a collective"

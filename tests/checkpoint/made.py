@@ -1,0 +1,71 @@
+"""Checkpoints made in one process, with values that depend on the names alone."""
+
+import dataclasses
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megafp8.checkpoint.holdings import plan_holdings
+from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
+from megafp8.checkpoint.reshard import TargetLayout, layout_fields, target_run
+from megafp8.checkpoint.rewrite import write_streaming
+from megafp8.checkpoint.streaming import dtype_of
+from megafp8.config import ModelShape
+from tests.model.small import FP8, VOCAB, small_config
+
+
+def value(name: str, entry: TensorEntry) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return (torch.rand(entry.shape, generator=generator) + 0.5).to(dtype_of(entry))
+
+
+def entries_of(shape: ModelShape) -> dict[str, TensorEntry]:
+    entries = {"rng.cpu": TensorEntry((16,), "uint8"), "empty": TensorEntry((0, 3), "bfloat16")}
+    for spec in shape.parameters():
+        entries[spec.name] = TensorEntry(spec.shape, "float32")
+        entries[f"optimizer.{spec.name}.exp_avg"] = TensorEntry(spec.shape, "float32")
+        entries[f"optimizer.{spec.name}.exp_avg_sq"] = TensorEntry(spec.shape, "bfloat16")
+        entries[f"optimizer.{spec.name}.step"] = TensorEntry((), "float32")
+        if spec.kind == "linear":
+            stem = f"fp8.{spec.name.removesuffix('.weight')}.input"
+            entries[f"{stem}.scale"] = TensorEntry((), "float32")
+            entries[f"{stem}.amax_history"] = TensorEntry((8,), "float32")
+            local = stem.replace("fp8.", "fp8_local.", 1).replace("input", "grad_output")
+            entries[f"{local}.scale"] = TensorEntry((1, 2), "float32")
+            entries[f"{local}.amax_history"] = TensorEntry((1, 2, 8), "float32")
+    return entries
+
+
+def make_source(root: Path, tied: bool) -> Path:
+    """A checkpoint of 4 layers as 4 ranks would have saved it at tp2 x pp2."""
+    config = small_config(num_layers=4, untie_embeddings_and_output_weights=not tied, **FP8)
+    shape = ModelShape.from_config(config, VOCAB)
+    record = CheckpointRecord(
+        iteration=7,
+        config=config.model_dump(mode="json"),
+        data_position={"consumed_samples": 56},
+        state={"vocab_size": VOCAB, "loss_scaler": {}},
+        tensors=entries_of(shape),
+    )
+    config, layout, _ = target_run(record, TargetLayout(2, 2))
+    record = dataclasses.replace(
+        record, config=config.model_dump(mode="json"), layout=layout_fields(layout)
+    )
+    holdings = plan_holdings(record.tensors, shape, layout)
+    return write_streaming(root, record, holdings, lambda n: value(n, record.tensors[n]))[0]
+
+
+def copy_of(source: Path, folder: Path) -> Path:
+    target = folder / source.name
+    target.mkdir()
+    for path in source.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)

@@ -1,0 +1,139 @@
+"""One job a folder: a living owner keeps it, a dead one does not, on this host or another."""
+
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megafp8.checkpoint.lock import LOCK_NAME, FolderLock, _start_time
+from megafp8.errors import CheckpointError
+
+
+def quick(folder: Path) -> FolderLock:
+    return FolderLock(folder, beat=0.05, stale=0.6)
+
+
+def owner(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / LOCK_NAME).read_text())
+
+
+def write_owner(folder: Path, **changes: Any) -> None:
+    mine = {"token": "f" * 16, "host": "elsewhere", "pid": 1, "started": "5", "since": "x"}
+    (folder / LOCK_NAME).write_text(json.dumps({**mine, "beat": 0, **changes}))
+
+
+def test_the_second_is_refused_until_the_first_lets_go(tmp_path: Path) -> None:
+    first = quick(tmp_path)
+    first.acquire()
+    assert owner(tmp_path)["pid"] == os.getpid()
+    with pytest.raises(CheckpointError, match=f"in use by another job .process {os.getpid()} on"):
+        quick(tmp_path).acquire()
+    first.release()
+    first.release()
+    assert list(tmp_path.iterdir()) == []
+    second = quick(tmp_path)
+    second.acquire()
+    second.release()
+
+
+def test_the_owner_keeps_giving_signs_of_life(tmp_path: Path) -> None:
+    lock = quick(tmp_path)
+    lock.acquire()
+    limit = time.monotonic() + 10.0
+    while owner(tmp_path)["beat"] < 2:
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    lock.release()
+
+
+def acquire_and_wait(folder: str, ready: Any) -> None:
+    FolderLock(Path(folder)).acquire()
+    ready.send(True)
+    time.sleep(60.0)
+
+
+def test_a_killed_owner_is_replaced_at_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=acquire_and_wait, args=(str(tmp_path), theirs))
+    process.start()
+    assert ours.recv()
+    with pytest.raises(CheckpointError, match=f"process {process.pid} on"):
+        quick(tmp_path).acquire()
+    process.kill()
+    process.join()
+    began = time.monotonic()
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    assert time.monotonic() - began < 5.0
+    assert owner(tmp_path)["pid"] == os.getpid()
+    lock.release()
+
+
+def test_a_process_id_that_was_given_away_again_is_not_the_owner(tmp_path: Path) -> None:
+    lock = quick(tmp_path)
+    lock.acquire()
+    content = owner(tmp_path)
+    lock.release()
+    assert content["started"] == _start_time(os.getpid())
+    write_owner(tmp_path, **{**content, "started": "1"})
+    again = quick(tmp_path)
+    again.acquire()
+    again.release()
+
+
+def test_an_owner_on_another_host_is_judged_by_its_signs(tmp_path: Path) -> None:
+    write_owner(tmp_path)
+    began = time.monotonic()
+    lock = quick(tmp_path)
+    lock.acquire()  # none came
+    assert time.monotonic() - began >= 0.6
+    lock.release()
+
+    class Alive(FolderLock):
+        reads = 0
+
+        def _read(self) -> dict[str, Any] | None:
+            self.reads += 1
+            write_owner(tmp_path, beat=self.reads // 2)  # as its owner would, now and then
+            return super()._read()
+
+    write_owner(tmp_path)
+    with pytest.raises(CheckpointError, match="process 1 on elsewhere, since x"):
+        Alive(tmp_path, beat=0.05, stale=0.6).acquire()
+
+
+def test_a_damaged_file_is_an_owner_that_gives_no_signs(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).write_text("{")
+    lock = quick(tmp_path)
+    lock.acquire()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_quicker_jobs_lock_is_given_back(tmp_path: Path) -> None:
+    """Two jobs find the same dead owner; the slower one must not remove the quicker one's file."""
+    write_owner(tmp_path)
+    dead = owner(tmp_path)
+    quicker, slower = quick(tmp_path), quick(tmp_path)
+    quicker._remove_stale(dead)
+    assert quicker._create()
+    slower._remove_stale(dead)
+    assert owner(tmp_path)["token"] == quicker._token
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
+
+
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    lock = quick(tmp_path)
+    lock.acquire()
+    with pytest.raises(CheckpointError, match="in use by another job"):
+        quick(tmp_path).acquire()
+    lock.release()

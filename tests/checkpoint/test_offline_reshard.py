@@ -1,0 +1,220 @@
+"""The tool that changes a checkpoint's layout: nothing lost, or nothing written."""
+
+import dataclasses
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import megafp8.checkpoint.streaming as streaming
+from megafp8.checkpoint import find_checkpoint, load_tensors, read_record
+from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
+from megafp8.checkpoint.rewrite import write_streaming
+from megafp8.checkpoint.streaming import TensorReader, dtype_of
+from megafp8.errors import CheckpointError, ConfigurationError
+from tests.checkpoint.made import copy_of, flip_a_bit, make_source, value
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "reshard_checkpoint.py"
+LAYOUTS = {
+    "1": TargetLayout(),
+    "tp2": TargetLayout(tensor_model_parallel_size=2),
+    "pp4": TargetLayout(pipeline_model_parallel_size=4),
+    "fsdp4": TargetLayout(fsdp_size=4),
+    "hsdp": TargetLayout(fsdp_size=2, replicate_size=2),
+    "tp2 fsdp8": TargetLayout(tensor_model_parallel_size=2, fsdp_size=8),
+    "pp2 vpp2": TargetLayout(
+        pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1
+    ),
+    "zbv": TargetLayout(pipeline_model_parallel_size=2, pipeline_schedule="zbv"),
+    "many": TargetLayout(2, 4, 2, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_source(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_source(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+def assert_same_tensors(left: Path, right: Path, but: str = "fp8_local.") -> None:
+    one, other = TensorReader.open(left), TensorReader.open(right)
+    assert one.names == other.names
+    for name in one.names:
+        if not name.startswith(but):
+            a, b = one.read(name), other.read(name)
+            assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_there_and_back_is_bit_equal(source: Path, tmp_path: Path, name: str) -> None:
+    there_and_back(source, tmp_path, LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", ["pp4", "zbv"])
+def test_tied_embeddings_there_and_back(tied: Path, tmp_path: Path, name: str) -> None:
+    there_and_back(tied, tmp_path, LAYOUTS[name])
+
+
+def there_and_back(source: Path, tmp_path: Path, target: TargetLayout) -> None:
+    there = reshard_checkpoint(source, tmp_path / "there", target)
+    assert find_checkpoint(tmp_path / "there") == there.path
+    record, before = read_record(there.path), read_record(source)
+    shards = sorted(file for file in record.files if file != ".metadata")
+    assert len(shards) <= target.world_size and (len(shards) > 1) == (target.world_size > 1)
+    assert set(shards) <= {f"__{rank}_0.distcp" for rank in range(target.world_size)}
+    assert (record.iteration, record.state, record.data_position) == (
+        before.iteration,
+        before.state,
+        before.data_position,
+    )
+    assert record.layout["world_size"] == target.world_size
+    assert_same_tensors(source, there.path)
+    back = reshard_checkpoint(tmp_path / "there", tmp_path / "back", TargetLayout(2, 2))
+    assert_same_tensors(source, back.path)
+    changed = [row for row in there.tensors if row.rule != "kept"]
+    assert all(row.name.startswith("fp8_local.") for row in changed)
+    assert all(row.crc_before == row.crc_after for row in there.tensors if row.rule == "kept")
+    assert len(there.tensors) == len(record.tensors)
+    # DCP itself reads it, without this package's reader.
+    plain = {
+        name: torch.zeros(entry.shape, dtype=dtype_of(entry))
+        for name, entry in record.tensors.items()
+    }
+    assert load_tensors(there.path, plain) == []
+    for entry, tensor in plain.items():
+        if not entry.startswith("fp8_local."):
+            assert torch.equal(tensor, value(entry, record.tensors[entry])), entry
+
+
+def test_the_same_call_gives_the_same_files(source: Path, tmp_path: Path) -> None:
+    target = LAYOUTS["tp2 fsdp8"]
+    paths = [reshard_checkpoint(source, tmp_path / side, target).path for side in "ab"]
+    first, second = (read_record(path) for path in paths)
+    shards = [name for name in first.files if name != ".metadata"]
+    assert [first.files[n] for n in shards] == [second.files[n] for n in shards]
+
+
+def test_scale_state_of_ranks_moves_by_rule(source: Path, tmp_path: Path) -> None:
+    report = reshard_checkpoint(source, tmp_path, TargetLayout(fsdp_size=4))
+    row = next(r for r in report.tensors if r.name.endswith("linear_qkv.grad_output.amax_history"))
+    assert row.rule == "dp 1 -> 4 copied, tp 2 -> 1 merged by element-wise maximum"
+    assert (row.before.shape, row.after.shape) == ((1, 2, 8), (4, 1, 8))
+    wanted = value(row.name, row.before).amax(1, keepdim=True).expand(4, 1, 8)
+    assert torch.equal(TensorReader.open(report.path).read(row.name), wanted)
+
+
+# ------------------------------------------------------------------------------ refusals
+
+
+def run_tool(*arguments: str | Path, limit: int | None = None) -> subprocess.CompletedProcess[str]:
+    def limit_files() -> None:
+        assert limit is not None
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    return subprocess.run(
+        [sys.executable, str(TOOL), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        preexec_fn=None if limit is None else limit_files,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_tool_reports_every_tensor(source: Path, tmp_path: Path) -> None:
+    done = run_tool("--load", source.parent, "--save", tmp_path / "new", "--fsdp-size", "2")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for name in read_record(source).tensors:
+        assert sum(line.split()[0] == name for line in lines) == 1, name
+    assert "none lost" in lines[-2] and "2 ranks: tp 1 x pp 1" in lines[-1]
+    with pytest.raises(CheckpointError, match="is there already"):
+        reshard_checkpoint(source, tmp_path / "new", TargetLayout())
+    assert_same_tensors(source, tmp_path / "new" / source.name)
+
+
+def test_full_disk_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    done = run_tool("--load", source, "--save", tmp_path / "new" / "x", limit=60_000)
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "could not be written" in done.stderr and "File too large" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (TargetLayout(tensor_model_parallel_size=3), "tensor-model-parallel-size 1, 2"),
+        (TargetLayout(pipeline_model_parallel_size=3), "pipeline-model-parallel-size 1, 2, 4"),
+        (TargetLayout(fsdp_size=3), "--fsdp-size 1, 2, 4, 8, 16, 32"),
+        (
+            TargetLayout(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2),
+            "interleaved needs at least 2",
+        ),
+    ],
+)
+def test_impossible_layouts_name_what_is_possible(
+    source: Path, tmp_path: Path, target: TargetLayout, words: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        reshard_checkpoint(source, tmp_path / "new", target)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__3_0.distcp", ".metadata"])
+def test_damage_is_found_before_anything_is_written(
+    source: Path, tmp_path: Path, file: str
+) -> None:
+    damaged = copy_of(source, tmp_path)
+    flip_a_bit(damaged / file)
+    with pytest.raises(CheckpointError, match=file.replace(".", r"\.")):
+        reshard_checkpoint(damaged, tmp_path / "new", TargetLayout())
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]
+
+
+@pytest.mark.parametrize("file", ["__1_0.distcp", "megafp8.json"])
+def test_partial_checkpoints_are_refused(source: Path, tmp_path: Path, file: str) -> None:
+    partial = copy_of(source, tmp_path)
+    (partial / file).unlink()
+    with pytest.raises(CheckpointError, match=file):
+        reshard_checkpoint(partial, tmp_path / "new", TargetLayout())
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]
+
+
+def test_a_lost_weight_is_refused(source: Path, tmp_path: Path) -> None:
+    record = read_record(source)
+    reader = TensorReader.open(source)
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    rest = {key: entry for key, entry in record.tensors.items() if key != name}
+    record = dataclasses.replace(record, tensors=rest)
+    holdings = [dict.fromkeys(rest)]
+    path, _ = write_streaming(tmp_path / "a", record, holdings, reader.read)
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        reshard_checkpoint(path, tmp_path / "new", TargetLayout())
+
+
+def test_a_value_lost_on_the_way_is_noticed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compact = streaming._compact
+
+    def lossy(part: Tensor) -> Tensor:
+        part = compact(part).clone()
+        if part.shape == (32,):
+            part[-1] = 0.0
+        return part
+
+    monkeypatch.setattr(streaming, "_compact", lossy)
+    with pytest.raises(CheckpointError, match="not conserved: .*layernorm.weight"):
+        reshard_checkpoint(source, tmp_path / "new", TargetLayout())
+    assert list(tmp_path.iterdir()) == []

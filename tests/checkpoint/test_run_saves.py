@@ -1,0 +1,223 @@
+"""Whole runs of one rank whose disk, folder or checkpoint is bad."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.checkpoint import load_tensors, read_record
+from megafp8.errors import CheckpointError
+from tests.support.launches import TINY, Run, launched, train
+from tests.tools.kill_runs import check_folder
+
+SAMPLE = Path(__file__).parent / "samples" / "version_1" / "iter_0000003"
+# Of the run that the sample was taken from, which went on to iteration 6 on two ranks.
+SAMPLE_LOSSES = [3.806640625, 3.7652297019958496, 3.74764347076416]
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    return [*TINY, "--run-dir", str(folder), *more]
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["event"] == kind]
+
+
+def failed(argv: list[str], folder: Path, code: int = 2) -> Run:
+    with launched(1, argv, folder / "logs") as run:
+        assert run.wait() == [code], run.text()
+    return run
+
+
+# ------------------------------------------------------------------------------ bad checkpoints
+
+
+def truncate(root: Path) -> str:
+    content = (root / "__1_0.distcp").read_bytes()
+    (root / "__1_0.distcp").write_bytes(content[: len(content) // 2])
+    return "__1_0.distcp has"
+
+
+def empty(root: Path) -> str:
+    (root / "__0_0.distcp").write_bytes(b"")
+    return "__0_0.distcp has 0 bytes"
+
+
+def flip(root: Path) -> str:
+    content = bytearray((root / "__1_0.distcp").read_bytes())
+    content[len(content) // 3] ^= 4
+    (root / "__1_0.distcp").write_bytes(content)
+    return "__1_0.distcp is damaged: crc32"
+
+
+def swap(root: Path) -> str:
+    (root / "__0_0.distcp").rename(root / "aside")
+    (root / "__1_0.distcp").rename(root / "__0_0.distcp")
+    (root / "aside").rename(root / "__1_0.distcp")
+    return ".distcp has"
+
+
+def remove(root: Path) -> str:
+    (root / "__0_0.distcp").unlink()
+    return "__0_0.distcp is missing"
+
+
+def add(root: Path) -> str:
+    shutil.copy(root / "__0_0.distcp", root / "__2_0.distcp")
+    return "__2_0.distcp is no file of this checkpoint"
+
+
+def two_checkpoints(folder: Path) -> Path:
+    root = folder / "checkpoints"
+    for name in ("iter_0000003", "iter_0000006"):
+        shutil.copytree(SAMPLE, root / name)
+    (root / "latest").write_text("iter_0000006\n")
+    return root
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, flip, swap, remove, add])
+def test_damage_is_found_before_a_tensor_is_filled(
+    tmp_path: Path, damage: Callable[[Path], str]
+) -> None:
+    """The file is named, and the command for the older checkpoint that is good."""
+    root = two_checkpoints(tmp_path)
+    record = read_record(root / "iter_0000006")
+    tensors = {
+        name: torch.full(entry.shape, -1, dtype=getattr(torch, entry.dtype))
+        for name, entry in record.tensors.items()
+    }
+    message = damage(root / "iter_0000006")
+    with pytest.raises(CheckpointError) as raised:
+        load_tensors(root / "iter_0000006", tensors)
+    text = str(raised.value)
+    assert message in text and "\n" not in text and raised.value.exit_code == 2
+    assert str(root / "iter_0000006") in text
+    assert f"use --load {root / 'iter_0000003'} instead" in text
+    assert all(bool((tensor == -1).all()) for tensor in tensors.values())
+
+
+def test_damage_ends_a_run_before_training(tmp_path: Path) -> None:
+    root = two_checkpoints(tmp_path)
+    message = flip(root / "iter_0000006")
+    words = ["--run-dir", str(tmp_path), "--load", str(root), "--use-checkpoint-args"]
+    run = failed([*TINY[TINY.index("--mock-data") :], *words, "--train-iters", "9"], tmp_path)
+    line = run.output(0).strip().splitlines()[-1]
+    assert line.startswith("pretrain_gpt.py: error: ") and message in line, run.text()
+    assert f"use --load {root / 'iter_0000003'} instead" in line
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert {path.name for path in root.iterdir()} == {"iter_0000003", "iter_0000006", "latest"}
+
+
+# -------------------------------------------------------------------------------------- old age
+
+
+def test_a_checkpoint_of_format_version_1_still_goes_on(tmp_path: Path) -> None:
+    """Written at tp 2 by the first version; on one rank the losses are those of two."""
+    argv = command(tmp_path, "--load", str(SAMPLE), "--use-checkpoint-args", "--train-iters", "6")
+    train(1, argv[argv.index("--mock-data") :], tmp_path / "logs")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [4, 5, 6]
+    assert [row["loss"] for row in rows] == pytest.approx(SAMPLE_LOSSES, rel=2e-3)
+    assert [row["consumed_samples"] for row in rows] == [16, 20, 24]
+    (resume,) = events(tmp_path, "resume")
+    assert (resume["iteration"], resume["action"]) == (3, "continue")
+    assert resume["data_position"] == {"consumed_samples": 12}
+    assert resume["checkpoint_before"] == str(SAMPLE)
+    assert (resume["layout_before"]["tp"], resume["layout_after"]["tp"]) == (2, 1)
+    counts = resume["tensors"]
+    assert counts["loaded"] > counts["remapped"] > 0
+    assert counts["defaulted"] == counts["dropped"] == 0
+    assert len(resume["scale_state_sha256"]) == 64
+    (save,) = events(tmp_path, "save")
+    assert save["checkpoint_after"] == str(tmp_path / "checkpoints" / "iter_0000006")
+
+
+# ------------------------------------------------------------------------------------ bad disks
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Generator[Path, None, None]:
+    """A file system that one checkpoint fits into and two do not."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(words, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if mounted.returncode:
+        pytest.skip(f"mounting a file system is not permitted: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+    tmp_path: Path, small_disk: Path, asynchronous: bool
+) -> None:
+    more = ["--async-save"] if asynchronous else []
+    argv = command(tmp_path, "--save", str(small_disk), "--train-iters", "4", *more)
+    run = failed([*argv, "--save-interval", "2"], tmp_path, code=1)
+    output = run.output(0)
+    assert "SAVE FAILED at iteration 4" in output and "No space left on device" in output
+    assert "iteration 4 is not saved" in output.strip().splitlines()[-1]
+    assert "Traceback" not in output and "iteration        4/" in output
+    assert sorted(path.name for path in small_disk.iterdir()) == ["iter_0000002", "latest"]
+    alarms = events(tmp_path, "save_failed")
+    assert alarms and all(row["level"] == "error" for row in alarms)
+    assert alarms[-1]["checkpoint_before"] == str(small_disk / "iter_0000002")
+    # With room for it, the same command ends well.
+    argv = [*argv, "--load", str(small_disk), "--keep-last", "1"]
+    subprocess.run(["mount", "-o", "remount,size=2m", str(small_disk)], check=True)
+    train(1, argv, tmp_path / "again")
+    assert (small_disk / "latest").read_text() == "iter_0000004\n"
+
+
+def test_a_folder_that_turns_read_only(tmp_path: Path, small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    argv = command(tmp_path, "--save", str(small_disk), "--train-iters", "60")
+    patch = "tests.support.faults:slow_steps", {"seconds": 0.03}
+    with launched(1, [*argv, "--save-interval", "20"], tmp_path / "logs", patch) as run:
+        run.wait_for("saved ")
+        # Open files (the lock is closed between two signs of life) would keep it writable.
+        for _ in range(100):
+            words = ["mount", "-o", "remount,ro", str(small_disk)]
+            if subprocess.run(words, capture_output=True, check=False).returncode == 0:
+                break
+        assert run.wait() == [1], run.text()
+    output = run.output(0)
+    assert "SAVE FAILED" in output and "Read-only file system" in output
+    assert "iteration       60/" in output, "training went on"
+    assert events(tmp_path, "save_failed")
+
+
+# ------------------------------------------------------------------------------------- two jobs
+
+
+def test_the_second_job_in_a_folder_is_refused(tmp_path: Path) -> None:
+    argv = command(tmp_path, "--load", str(tmp_path / "checkpoints"), "--train-iters", "40")
+    argv += ["--save-interval", "2"]
+    patch = "tests.support.faults:slow_steps", {"seconds": 0.5}
+    with launched(1, argv, tmp_path / "first", patch) as first:
+        first.wait_for("saved ")
+        second = failed(argv, tmp_path / "second")
+        line = second.output(0).strip().splitlines()[-1]
+        assert "is in use by another job" in line and str(first.processes[0].pid) in line
+        assert first.processes[0].is_alive()
+        reached = first.output(0).count("iteration  ")
+        first.kill()
+    assert reached >= 2 and check_folder(tmp_path) >= 2
+    assert os.path.exists(tmp_path / "checkpoints" / ".lock")
+    # It was killed and could not give its lock back: the next one is not refused for that.
+    argv[argv.index("40")] = str(check_folder(tmp_path) + 1)
+    train(1, argv, tmp_path / "third")
+    assert not os.path.exists(tmp_path / "checkpoints" / ".lock")

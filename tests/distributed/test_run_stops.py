@@ -1,0 +1,134 @@
+"""Runs that a signal, a failing rank or a kill ends: at once, everywhere, and with the reason."""
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megafp8.launch.main import STOPPED_BY_SIGNAL
+from tests.support.launches import TINY, Run, launched, train
+from tests.tools.kill_runs import check_folder, kill_runs, losses
+
+FAULTS = "tests.support.faults:"
+TP2 = ("--tensor-model-parallel-size", "2")
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    return [
+        *TINY,
+        *("--run-dir", str(folder), "--load", str(folder / "checkpoints")),
+        *("--train-iters", "6", *more),
+    ]
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["event"] == kind]
+
+
+# ------------------------------------------------------------------------------------ signals
+
+
+@pytest.mark.parametrize(
+    ("where", "number", "saved", "more"),
+    [
+        ("step", signal.SIGTERM, 3, ()),
+        ("evaluation", signal.SIGUSR1, 2, ("--eval-interval", "2", "--eval-iters", "1")),
+        ("save", signal.SIGTERM, 3, ("--save-interval", "2")),
+        ("save", signal.SIGUSR1, None, ("--save-interval", "2", "--async-save")),
+        ("set-up", signal.SIGTERM, 0, ()),
+    ],
+    ids=["step", "evaluation", "save", "async save", "set-up"],
+)
+def test_a_signal_to_one_rank_ends_all_with_one_checkpoint(
+    tmp_path: Path, where: str, number: int, saved: int | None, more: tuple[str, ...]
+) -> None:
+    """P26: rank 1 alone gets the signal, twice; the same command goes on from there."""
+    argv = command(tmp_path, *TP2, *more)
+    patch = FAULTS + "signal_to_self", {"rank": 1, "where": where, "number": number, "times": 2}
+    with launched(2, argv, tmp_path / "logs", patch) as run:
+        assert run.wait() == [STOPPED_BY_SIGNAL] * 2, run.text()
+    reached = check_folder(tmp_path)
+    assert reached == saved or (saved is None and reached in (3, 4)), run.text()
+    assert "Traceback" not in run.text()
+    (stop,) = events(tmp_path, "stop")
+    assert stop["reason"] == signal.Signals(number).name and stop["iteration"] == reached
+    if where in ("step", "set-up"):
+        again = train(2, argv, tmp_path / "again")
+        assert check_folder(tmp_path) == 6, again.text()
+        assert [row[0] for row in losses(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_handler_can_be_left_out(tmp_path: Path) -> None:
+    argv = command(tmp_path, "--no-exit-signal-handler")
+    patch = FAULTS + "signal_to_self", {"rank": 0, "where": "step", "number": signal.SIGTERM}
+    with launched(1, argv, tmp_path / "logs", patch) as run:
+        assert run.wait() == [-signal.SIGTERM], run.text()
+    assert check_folder(tmp_path) == 0
+
+
+# ------------------------------------------------------------------------------- failing ranks
+
+
+def fail_on_rank_1(tmp_path: Path, kind: str, minutes: float) -> tuple[Run, float]:
+    argv = command(tmp_path, *TP2)
+    argv[argv.index("--distributed-timeout-minutes") + 1] = str(minutes)
+    patch = FAULTS + "in_step", {"rank": 1, "iteration": 3, "kind": kind}
+    with launched(2, argv, tmp_path / "logs", patch) as run:
+        run.wait_for("iteration        2/")
+        began = time.monotonic()
+        if kind == "stop":
+            run.processes[0].join(60.0 * minutes + 15.0)
+        else:
+            run.wait()
+        took = time.monotonic() - began
+        assert run.processes[0].exitcode == 1, run.text()
+    return run, took
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "own"),
+    [
+        ("raise", "rank 1 failed first, at iteration 3: ValueError: planted", True),
+        ("data", "rank 1 failed first, at iteration 3: OSError: [Errno 5]", True),
+        ("kill", "rank 1: no sign of life (stopped, killed or cut off)", False),
+    ],
+)
+def test_the_rank_that_failed_first_is_named(
+    tmp_path: Path, kind: str, message: str, own: bool
+) -> None:
+    """P27: the others do not wait for their timeout, and do not show errors of their own."""
+    run, took = fail_on_rank_1(tmp_path, kind, 1.0)
+    assert took < 30.0, run.text()
+    assert message in run.output(0) and "Traceback" not in run.output(0)
+    assert "rank 0 was at iteration 3, in " in run.output(0)
+    assert ("[rank 1] Traceback" in run.output(1)) is own
+    # Nothing that was not saved is taken for saved, and the folder is free again.
+    assert check_folder(tmp_path) == 0
+    train(2, command(tmp_path, *TP2), tmp_path / "again")
+
+
+def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
+    run, took = fail_on_rank_1(tmp_path, "stop", 0.1)
+    assert took < 16.0 + 5.0, run.text()
+    assert "error: rank 1: no sign of life" in run.output(0)
+    assert "rank 0 was at iteration 3, in " in run.output(0)
+
+
+# --------------------------------------------------------------------------------------- kills
+
+
+def test_kills_in_saves_lose_nothing(tmp_path: Path) -> None:
+    """P08, shortened; `python tests/tools/kill_runs.py --kills 60` is the long form."""
+    tally = kill_runs(tmp_path, 6, [(2, False), (2, True)], seed=7, per_run=3)
+    assert tally.kills == 6 and tally.inside >= 1
+
+
+@pytest.mark.slow
+def test_kills_in_saves_lose_nothing_for_long(tmp_path: Path) -> None:
+    layouts = [(2, False), (2, True), (4, False), (4, True)]
+    tally = kill_runs(tmp_path, 40, layouts, seed=8)
+    assert tally.kills == 40 and tally.inside >= 10

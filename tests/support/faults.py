@@ -1,0 +1,88 @@
+"""Faults planted in one rank of a launched run, as the `patch` of `launches.launched`."""
+
+import os
+import signal
+import time
+from typing import Any
+
+
+def in_step(rank: int, iteration: int, kind: str) -> None:
+    """Fail in the step of an iteration: "raise", "data" (in the loader), "kill", "stop"."""
+    if int(os.environ["RANK"]) != rank:
+        return
+    from megafp8.data.loader import BatchLoader
+    from megafp8.train.step import TrainingStep
+
+    run, batch = TrainingStep.run, BatchLoader.batch
+
+    def fail() -> None:
+        if kind == "raise":
+            raise ValueError("planted")
+        if kind == "data":
+            raise OSError(5, "Input/output error")
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
+
+    def failing_run(self: Any, batches: Any, learning_rate: float, now: int) -> Any:
+        if now == iteration and kind != "data":
+            fail()
+        return run(self, batches, learning_rate, now)
+
+    def failing_batch(self: Any, consumed: int, size: int) -> Any:
+        if consumed == (iteration - 1) * size and kind == "data":
+            fail()
+        return batch(self, consumed, size)
+
+    TrainingStep.run = failing_run  # type: ignore[method-assign]
+    BatchLoader.batch = failing_batch  # type: ignore[method-assign]
+
+
+def signal_to_self(rank: int, where: str, number: int, times: int = 1) -> None:
+    """Receive a signal in "step" 3, in the "evaluation" after it, in a "save", or in "set-up"."""
+    if int(os.environ["RANK"]) != rank:
+        return
+    import megafp8.train.loop as loop
+    import megafp8.train.run as run
+    from megafp8.checkpoint.writing import ShardWriter
+    from megafp8.train.step import TrainingStep
+
+    sent = []
+
+    def send() -> None:
+        if not sent:
+            sent.append(where)
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+                time.sleep(0.05)
+
+    def before(owner: Any, name: str, when: Any = lambda arguments: True) -> None:
+        function = getattr(owner, name)
+
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
+            if when(arguments):
+                send()
+            return function(*arguments, **keywords)
+
+        setattr(owner, name, wrapped)
+
+    if where == "step":
+        before(TrainingStep, "run", lambda arguments: arguments[3] == 3)
+    elif where == "evaluation":
+        before(loop, "validation_loss")
+    elif where == "save":
+        before(ShardWriter, "write_data")
+    else:
+        assert where == "set-up", where
+        before(run, "build_datasets")
+
+
+def slow_steps(seconds: float) -> None:
+    """Make every step longer, so that a run is still there when a test looks."""
+    from megafp8.train.step import TrainingStep
+
+    run = TrainingStep.run
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return run(*arguments)
+
+    TrainingStep.run = slow  # type: ignore[method-assign]

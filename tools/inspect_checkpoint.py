@@ -1,0 +1,43 @@
+"""Show what a checkpoint holds and whether all its files are good; compare it with another."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megafp8.data.tool_parser import ToolParser, run_tool  # noqa: E402
+from megafp8.errors import CheckpointError  # noqa: E402
+
+
+def main() -> int:
+    parser = ToolParser(__doc__ or "")
+    parser.add_argument("checkpoint", help="folder of checkpoints, or one of them")
+    parser.add_argument(
+        "--diff", metavar="OTHER", help="another checkpoint; what changed from it to the first"
+    )
+    args = parser.parse_args()
+
+    def work() -> list[str]:
+        # Imported here: torch takes seconds, and --help needs none of it.
+        from megafp8.checkpoint.inspect import compare_checkpoints, inspect_checkpoint
+        from megafp8.checkpoint.inspect_text import changes_text, console, inspection_text
+
+        screen = console()
+        found = inspect_checkpoint(Path(args.checkpoint))
+        screen.print(inspection_text(found, screen.options.ascii_only))
+        problems = found.problems
+        if args.diff is not None and not problems:
+            other = inspect_checkpoint(Path(args.diff))
+            problems = other.problems
+            if not problems:
+                changes = compare_checkpoints(other.directory, found.directory)
+                screen.print(changes_text(changes, other, found))
+        if problems:
+            raise CheckpointError("; ".join(problems))
+        return []
+
+    return run_tool(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
