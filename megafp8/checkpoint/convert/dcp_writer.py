@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,8 @@ from torch.distributed.checkpoint.planner import (
 
 from megafp8.checkpoint.files import METADATA_NAME
 from megafp8.checkpoint.record import FileEntry
-from megafp8.checkpoint.streaming import _compact, _HashedFile
+from megafp8.checkpoint.streaming import _compact
+from megafp8.checkpoint.writing import _ChecksumStream
 
 FILE_NAME = "__0_0.distcp"
 
@@ -99,10 +102,9 @@ def write_dcp(
     planner = DefaultSavePlanner(flatten_state_dict=False)
     (plan,), metadata = planner.create_global_plan([SavePlan(items)])
     by_index, storage = {piece.index: piece for piece in pieces}, {}
-    file: Any = _HashedFile(directory / FILE_NAME)  # for torch.save, which wants an IO[bytes]
-    try:
+    with _summed(directory / FILE_NAME) as (file, entry_of_shard):
         for item in plan.items:
-            start = file.size
+            start = file.tell()
             if item.type == WriteItemType.BYTE_IO:
                 file.write((objects or {})[item.index.fqn])
             else:
@@ -111,15 +113,18 @@ def write_dcp(
                 assert (tuple(tensor.shape), tensor.dtype) == (piece.sizes, piece.dtype), piece
                 torch.save(_compact(tensor), file)
                 del tensor  # else it is there while the next one is made
-            storage[item.index] = _StorageInfo(FILE_NAME, start, file.size - start)
-        shard = file.finish()
-    finally:
-        file.close()
+            storage[item.index] = _StorageInfo(FILE_NAME, start, file.tell() - start)
     metadata.storage_data, metadata.storage_meta = storage, StorageMeta()
     metadata.version = CURRENT_DCP_VERSION
-    index = _HashedFile(directory / METADATA_NAME)
-    try:
-        index.write(pickle.dumps(metadata))
-        return {FILE_NAME: shard, METADATA_NAME: index.finish()}
-    finally:
-        index.close()
+    with _summed(directory / METADATA_NAME) as (file, entry_of_index):
+        file.write(pickle.dumps(metadata))
+    return {FILE_NAME: entry_of_shard(), METADATA_NAME: entry_of_index()}
+
+
+@contextmanager
+def _summed(path: Path) -> Iterator[tuple[Any, Callable[[], FileEntry]]]:
+    """A new file, on storage when the block ends, and what tells its size and checksum."""
+    with path.open("xb") as file:
+        stream = _ChecksumStream(file)
+        yield stream, stream.entry
+        os.fsync(stream.fileno())
