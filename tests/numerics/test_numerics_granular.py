@@ -1,5 +1,7 @@
 """Casts by row and block, and products of what they make, against the exact reference."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -23,7 +25,7 @@ from megafp8.numerics import (
     weight_block,
     wgrad,
 )
-from megafp8.numerics.hardware import swizzled
+from megafp8.numerics.hardware import native_mm, swizzled
 from megafp8.numerics.statistics import count, summarize
 
 RECIPES = {
@@ -264,6 +266,20 @@ def test_swizzled_scales_are_where_the_kernel_looks_for_them() -> None:
             tile = (row // 128) * 2 + column // 4
             inside = (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4
             assert flat[tile * 512 + inside] == scales[row, column]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("size", [(128, 128, 128), (256, 384, 640)])
+def test_layouts_for_gpu_kernels_pass_torchs_own_checks(recipe: str, size) -> None:
+    """On the meta device torch checks dtypes, shapes and strides as before a kernel."""
+    for name, pair in operands(Recipe(name=recipe, power_of_2_scales=True), *size).items():
+        a, b = (
+            dataclasses.replace(q, data=q.data.to("meta"), scale_inv=q.scale_inv.to("meta"))
+            for q in pair
+        )
+        _, a_t, b_t = PRODUCTS[name]
+        found = native_mm(a, a_t, b, b_t, torch.bfloat16, fast=False)
+        assert found.shape == PRODUCTS[name][0](*pair).shape and found.dtype == torch.bfloat16
 
 
 def test_hardware_answer_has_a_reason() -> None:

@@ -94,7 +94,7 @@ def test_presets_are_fp8_throughout_with_every_recipe(
 @pytest.mark.parametrize(
     ("text", "world_size", "fragment"),
     [
-        ("--fp8-recipe blockwise", 1, "tokens of one rank 32 not a multiple of 128, which blockwise's"),
+        ("--fp8-recipe blockwise", 1, "tokens of one rank 32 not a multiple of 128, which blockwi"),
         # 64 tokens, but 16 on each of two ranks with micro-batches of one.
         (
             "--fp8-recipe mxfp8 --tensor-model-parallel-size 2 --sequence-parallel "

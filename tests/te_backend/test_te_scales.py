@@ -22,6 +22,7 @@ NAMES = {
     "fused halves": "decoder.layers.0.mlp.linear_fc1",
 }
 STEPS, MICRO_BATCHES = 20, 2
+MICRO_BATCH = ("--fp8-amax-window", "micro-batch")
 
 
 def recorded(name: str, features: tuple[int, int]) -> list[list[tuple[Tensor, Tensor]]]:
@@ -106,8 +107,8 @@ def test_every_step_of_a_module(ranks: Ranks, te_ranks: Ranks, flags: dict[str, 
 
 @pytest.mark.parametrize(
     ("size", "flags", "iterations"),
-    [(1, degrees(), 20), (4, degrees(2, 1, SP), 6)],
-    ids=["1 rank", "tp2 x fsdp2"],
+    [(1, degrees(), 20), (1, degrees(1, 1, *MICRO_BATCH), 6), (4, degrees(2, 1, SP), 6)],
+    ids=["1 rank", "window of micro-batches", "tp2 x fsdp2"],
 )
 def test_trained_model(
     ranks: Ranks, te_ranks: Ranks, size: int, flags: tuple[str, ...], iterations: int

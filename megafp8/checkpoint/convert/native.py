@@ -151,9 +151,7 @@ def write_native(
         (target / FOLDER).mkdir(exist_ok=True)
         text = json.dumps(dict(view.hf_config), indent=2) + "\n"
         write_atomically(target / FOLDER / CONFIG_NAME, text)
-    head = (
-        "# Goes on from the imported weights. Give --data-path, your own lr and train_iters.\n"
-    )
+    head = "# Goes on from the imported weights. Give --data-path, your own lr and train_iters.\n"
     write_atomically(target / "config.yaml", head + yaml.safe_dump(_plain(config), sort_keys=False))
 
 
