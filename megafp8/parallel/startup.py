@@ -109,10 +109,19 @@ def _meet(rank: int, world_size: int, timeout: timedelta) -> Any:
     has a limit of its own, since that of collectives may be short.
 
     Raises:
-        LaunchError: ranks are missing; names them.
+        LaunchError: ranks are missing; names them where a launcher holds the store.
     """
     limit = max(timeout, MEETING_LIMIT)
-    store, _, _ = next(rendezvous("env://", rank=rank, world_size=world_size, timeout=limit))
+    try:
+        store, _, _ = next(rendezvous("env://", rank=rank, world_size=world_size, timeout=limit))
+    except RuntimeError as error:
+        # Without a launcher's store rank 0 holds it, and opens it only when all have come.
+        found = " ".join(str(error).split())[:200]
+        raise LaunchError(
+            f"the {world_size} ranks did not meet at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} within {limit.total_seconds():g} s ({found}); look at "
+            "what the missing ones printed"
+        ) from error
     keys = [f"megafp8_joined_{other}" for other in range(world_size)]
     store.set(keys[rank], "")
     try:

@@ -131,12 +131,13 @@ def test_a_rank_that_builds_an_index_is_waited_for(tmp_path: Path) -> None:
         assert run.wait() == [0, 0], run.text()
 
 
-def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_never_comes_ends_the_others(tmp_path: Path) -> None:
     argv = short_timeout(command(tmp_path, *TP2))
     with launched(2, argv, tmp_path / "logs", (FAULTS + "absent", {"rank": 1})) as run:
         run.processes[0].join(30.0)
         assert run.processes[0].exitcode == 2, run.text()
-    assert "error: rank 1 of 2 did not join within 4 s" in run.output(0)
+    assert "error: the 2 ranks did not meet at 127.0.0.1:" in run.output(0)
+    assert "within 4 s" in run.output(0) and "1/2 clients joined" in run.output(0)
 
 
 # --------------------------------------------------------------------------------------- kills
