@@ -38,14 +38,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megafp8.checkpoint import CheckpointRecord, Saver, load_tensors, save_checkpoint
 
-RANKS = 4
 TENSOR_BYTES = 8 * 2**20
 
 
 def build(total_bytes: int, fill: bool) -> dict[str, Tensor]:
-    mesh = init_device_mesh("cpu", (RANKS,))
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
     tensors: dict[str, Tensor] = {}
-    rows = TENSOR_BYTES // RANKS // 4 // 1024
+    rows = TENSOR_BYTES // ranks // 4 // 1024
     generator = torch.Generator().manual_seed(dist.get_rank())
     for index in range(total_bytes // TENSOR_BYTES):
         local = torch.empty(rows, 1024)
@@ -90,10 +90,12 @@ def raw_read(path: Path, tensors: dict[str, Tensor]) -> None:
             assert file.readinto(view) == len(view)
 
 
-def measure(rank: int, port: int, folder: str, total_bytes: int, rounds: int, queue: Any) -> None:
+def measure(
+    rank: int, ranks: int, port: int, folder: str, total_bytes: int, rounds: int, queue: Any
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
     )
     root = Path(folder)
     state, target = build(total_bytes, fill=True), build(total_bytes, fill=False)
@@ -125,7 +127,7 @@ def measure(rank: int, port: int, folder: str, total_bytes: int, rounds: int, qu
         assert saver.last_error is None, saver.last_error
         dist.barrier()
         rows.append(row)
-    blocked: list[Any] = [None] * RANKS
+    blocked: list[Any] = [None] * ranks
     dist.all_gather_object(blocked, [row["async"] for row in rows])
     for index, row in enumerate(rows):
         row["async"] = max(times[index] for times in blocked)  # the slowest rank holds up the rest
@@ -139,6 +141,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--folder", default=None, help="on the disk to measure (default: temp)")
     arguments = parser.parse_args()
     total = int(arguments.gigabytes * 2**30) // TENSOR_BYTES * TENSOR_BYTES
@@ -149,9 +152,11 @@ def main() -> int:
     port = 20000 + os.getpid() % 20000
     ranks = [
         context.Process(
-            target=measure, args=(rank, port, folder, total, arguments.rounds, queue), daemon=True
+            target=measure,
+            args=(rank, arguments.ranks, port, folder, total, arguments.rounds, queue),
+            daemon=True,
         )
-        for rank in range(RANKS)
+        for rank in range(arguments.ranks)
     ]
     try:
         for process in ranks:
@@ -161,7 +166,7 @@ def main() -> int:
             process.join()
     finally:
         shutil.rmtree(folder)
-    print(f"{total / 2**30:.2f} GiB of state, {RANKS} ranks, {len(rows)} rounds")
+    print(f"{total / 2**30:.2f} GiB of state, {arguments.ranks} ranks, {len(rows)} rounds")
     for name in rows[0]:
         seconds = statistics.median(row[name] for row in rows)
         print(f"{name:15s} {seconds:7.3f} s  {total / 2**30 / seconds:6.2f} GiB/s")

@@ -188,9 +188,9 @@ def main() -> None:
             f"{name:8} {seconds * 1e3:8.1f} ms  {tokens / seconds:9.0f} tokens/s  "
             f"loss {losses[name]:.4f}"
         )
-    ratios = [("bf16", "plain"), ("fp8", "bf16"), ("torchao", "plain")]
+    ratios = [("bf16", "plain"), ("fp8", "bf16"), ("torchao", "plain"), ("fp8", "torchao")]
     for ours, baseline in ratios:
-        if ours in median:
+        if ours in median and baseline in median:
             pairs = [b / a for a, b in zip(times[ours], times[baseline], strict=True)]
             print(f"{ours}/{baseline} tokens/s: {statistics.median(pairs):.3f}")
 

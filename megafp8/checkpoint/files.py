@@ -22,7 +22,7 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 _TEMPORARY = re.compile(r"tmp_iter_\d{7,}\.[0-9a-f]{8}")
 _REPLACED = re.compile(r"old_iter_(\d{7,})\.[0-9a-f]{8}")
 
-_CHUNK_BYTES = 4 * 2**20
+_CHUNK_BYTES = 2**20  # small enough to be summed from the processor's cache
 
 
 def iteration_name(iteration: int) -> str:
@@ -93,9 +93,13 @@ def is_being_read(directory: Path) -> bool:
 def crc32_of(path: Path) -> str:
     """Return the CRC-32 (zlib) of a file's bytes as eight hexadecimal digits."""
     checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
+    chunk = memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            # The disk goes on reading while a chunk is summed.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        while count := file.readinto(chunk):
+            checksum = zlib.crc32(chunk[:count], checksum)
     return f"{checksum:08x}"
 
 

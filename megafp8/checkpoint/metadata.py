@@ -7,13 +7,16 @@ are then checked and turned into DCP's own classes. No class of the interpreter 
 pickle: its BUILD instruction can set attributes on a class as well as on an instance.
 """
 
+import dataclasses
 import math
+import mmap
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -23,8 +26,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from megafp8.checkpoint.files import METADATA_NAME
+from megafp8.checkpoint.tensor_file import view_tensor
 from megafp8.errors import CheckpointError
 
 _DCP_METADATA = "torch.distributed.checkpoint.metadata"
@@ -136,6 +142,38 @@ class CheckpointReader(FileSystemReader):
             assert self._metadata.storage_meta is not None
             self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what a plan asks for from the mapped files to its tensors."""
+        others: list[ReadItem] = []
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with (self.directory / name).open("rb") as file:
+                # Private, so that torch may have it writable; nothing is written to it.
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            others += [item for item in items if not self._copy(item, planner, mapped)]
+        if others:
+            return super().read_data(dataclasses.replace(plan, items=others), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _copy(self, item: ReadItem, planner: LoadPlanner, mapped: mmap.mmap) -> bool:
+        """Serve one request; False if only `torch.load` can."""
+        if item.type == LoadItemType.BYTE_IO:
+            return False
+        place = self.storage_data[item.storage_index]
+        stored = view_tensor(memoryview(mapped)[place.offset : place.offset + place.length])
+        if stored is None:
+            return False
+        stored = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
+        target = planner.resolve_tensor(item).detach()
+        assert target.shape == stored.shape, (item.storage_index, target.shape, stored.shape)
+        target.copy_(stored)
+        planner.commit_tensor(item, target)
+        return True
 
 
 def read_metadata(

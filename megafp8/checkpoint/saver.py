@@ -49,7 +49,9 @@ class Saver:
         self._report = report
         self._group: dist.ProcessGroup | None = None
         if background and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            group = dist.new_group(backend="gloo", timeout=timeout)
+            assert isinstance(group, dist.ProcessGroup)  # every rank of the default group is in it
+            self._group = group
         self._buffers: dict[MetadataIndex, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._iteration = 0

@@ -72,7 +72,7 @@ def _as_part(value: Tensor, mesh: Mesh) -> DTensor:
 def _check_equal(own: Mapping[str, Tensor], mesh: Mesh) -> None:
     """Compare checksums over the ranks of each stage; names the tensors that differ."""
     names = list(own)
-    sums = [zlib.crc32(own[name].detach().cpu().reshape(-1).numpy()) for name in names]
+    sums = [zlib.crc32(own[name].detach().cpu().numpy().tobytes()) for name in names]
     digests = torch.tensor(sums, dtype=torch.int64, device=mesh.world.device)
     # Largest and, through the sign, smallest: both are mine only if all are equal.
     extremes = torch.cat((digests, -digests))

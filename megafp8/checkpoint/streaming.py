@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -331,7 +331,7 @@ class LayoutWriter:
         assert data is not None
         box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         start = file.tell()
-        torch.save(_compact(box.of(tensor)), file)
+        torch.save(_compact(box.of(tensor)), cast(Any, file))
         self._storage[item.index] = _StorageInfo(name, start, file.tell() - start)
 
     def _finish_file(self, rank: int) -> FileEntry:

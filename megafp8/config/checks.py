@@ -203,6 +203,9 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
 
 def _precision(config: RunConfig) -> Iterator[str]:
     precision = config.precision
+    if precision.precision == "auto":
+        yield from _auto_contradictions(config)
+        return  # the rest is checked when a device has decided (config.hardware)
     if config.model.transformer_impl == "transformer_engine":
         refusal = transformer_engine_refusal(config)
         if refusal is not None:
@@ -237,6 +240,20 @@ def _precision(config: RunConfig) -> Iterator[str]:
                 f"num_layers_at_start_in_bf16 {start} + num_layers_at_end_in_bf16 {end} > "
                 f"num_layers {config.model.num_layers}"
             )
+
+
+def _auto_contradictions(config: RunConfig) -> Iterator[str]:
+    precision = config.precision
+    given = {
+        "--bf16": precision.bf16,
+        "--fp16": precision.fp16,
+        f"--fp8-format {precision.fp8_format}": precision.fp8_format is not None,
+        f"--fp8-recipe {precision.fp8_recipe}": "fp8_recipe" in precision.model_fields_set
+        and precision.fp8_recipe != "auto",
+    }
+    for flag, found in given.items():
+        if found:
+            yield f"--precision auto contradicts {flag}: it chooses itself; drop one of the two"
 
 
 def _recipe(config: RunConfig) -> Iterator[str]:
@@ -306,11 +323,6 @@ def _fp8_wires(config: RunConfig) -> Iterator[str]:
         yield (
             "--fp8-param-gather contradicts --fp8-weight-amax cast: shards are cast before they "
             "are gathered, so their common scale has to be known by then; allowed: updated"
-        )
-    if not precision.fp8_reduce_amax:
-        yield (
-            "--fp8-param-gather contradicts --no-fp8-reduce-amax: the shards of a weight are "
-            "decoded with one scale, and ranks would have different ones"
         )
     if precision.fp8_amax_window == "micro-batch":
         yield (

@@ -4,12 +4,17 @@ Rank order: tensor parallel fastest, then FSDP, then its replicas, pipeline slow
 `rank = ((pp_rank * replicate + replica) * fsdp + shard) * tp + tp_rank`.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from megafp8.config.model import ModelConfig
-from megafp8.config.parallel import ParallelConfig, Schedule
-from megafp8.config.training import TrainingConfig
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from megafp8.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megafp8.config.model import ModelConfig
+    from megafp8.config.parallel import ParallelConfig, Schedule
+    from megafp8.config.training import TrainingConfig
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,17 @@ from megafp8.config.base import (
     Section,
 )
 
-# Values that share a scale where FP8 is summed after travelling (activations, gradients).
-WIRE_BLOCK = 256
 RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 
 
 class PrecisionConfig(Section):
     """Precision of compute and communication; no flag at all means fp32."""
 
+    precision: Literal["auto"] | None = Field(
+        default=None,
+        description="auto takes what the device does best: FP8 where it has FP8 units, else BF16, "
+        "on older GPUs FP16 (docs/fp8.md); instead of --bf16, --fp16 and --fp8-format",
+    )
     bf16: bool = Field(default=False, description="compute in bfloat16, masters in fp32")
     fp16: bool = Field(
         default=False, description="compute in float16 with a loss scale, masters in fp32"
@@ -33,7 +36,8 @@ class PrecisionConfig(Section):
     ] = Field(
         default="delayed",
         description="how scales are found: delayed from earlier steps, the others from the tensor "
-        "itself, by tensor, row or block; auto takes delayed",
+        "itself, by tensor, row or block; auto takes mxfp8 on Blackwell (unless --fp8-format "
+        "hybrid), else delayed",
     )
     fp8_margin: int = Field(default=0, ge=-32, le=32, description="divides scales by 2**margin")
     fp8_amax_history_len: PositiveInt = Field(
@@ -105,6 +109,11 @@ class PrecisionConfig(Section):
         description="with --fp8-grad-reduce: carry what a cast lost over to the next reduction "
         "(fp32, as large as the unsharded gradients of the blocks)",
     )
+    fp8_kernels: Literal["auto", "triton", "eager"] = Field(
+        default="auto",
+        description="what quantizes in the native backend: fused Triton kernels or plain torch; "
+        "auto takes Triton where it can run",
+    )
     fp8_emulate: bool = Field(default=False, description="allow FP8 on a GPU without FP8 units")
     loss_scale: PositiveFloat | None = Field(
         default=None, description="fixed loss scale for --fp16"
@@ -147,11 +156,12 @@ class PrecisionConfig(Section):
     @property
     def compute_dtype(self) -> Literal["fp32", "bf16", "fp16"]:
         """Type of activations and of gathered parameters."""
+        assert self.precision is None, "--precision auto is decided by config.hardware first"
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
     @property
     def recipe_name(self) -> str:
-        """The recipe that runs; `auto` takes delayed, which all FP8 hardware and layouts can do."""
+        """The recipe that runs; `auto` is delayed where no device has decided otherwise."""
         return "delayed" if self.fp8_recipe == "auto" else self.fp8_recipe
 
     @property

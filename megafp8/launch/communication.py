@@ -12,9 +12,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from megafp8.config.layout import Layout
-from megafp8.config.precision import WIRE_BLOCK
 from megafp8.config.run import RunConfig
 from megafp8.config.shape import ModelShape, ParameterSpec
+from megafp8.config.wire import WIRE_BLOCK
 from megafp8.precision.plan import PrecisionPlan, build_plan
 from megafp8.precision.recipe import high_precision_wgrad
 

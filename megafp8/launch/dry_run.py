@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import yaml
 
 from megafp8.config.cli import Command
+from megafp8.config.hardware import PrecisionChoice
 from megafp8.config.layout import Layout
 from megafp8.config.run import RunConfig
 from megafp8.config.shape import ModelShape, ParameterSpec
@@ -141,8 +142,13 @@ def choose_world_size(command: Command, environment_size: int | None) -> int:
     return command.world_size or environment_size or command.config.smallest_world_size
 
 
-def describe(config: RunConfig, world_size: int) -> str:
+def describe(config: RunConfig, world_size: int, choice: PrecisionChoice | None = None) -> str:
     """Return the whole report.
+
+    Args:
+        config: the run, with `auto` decided.
+        world_size: processes.
+        choice: what `auto` came to on this machine.
 
     Raises:
         MegaFP8Error: One line for the first thing that does not fit.
@@ -150,10 +156,11 @@ def describe(config: RunConfig, world_size: int) -> str:
     resolved, shape, plan = preflight(config, world_size)
     layout = resolved.layout(world_size)
     content = yaml.safe_dump(resolved.to_dict(), sort_keys=False, width=100)
+    decided = f"{choice}\n" if choice is not None else ""
     parts = [
         "# resolved configuration\n" + content.rstrip(),
         "# layout\n" + _layout_text(resolved, layout),
-        "# precision\n" + plan.render() + _recipe_text(resolved),
+        "# precision\n" + decided + plan.render() + _recipe_text(resolved),
         "# layers and parameters\n" + _parameter_text(shape, layout),
         "# communication\n" + communication_text(resolved, shape, plan, layout),
     ]

@@ -28,6 +28,7 @@ from megafp8.config.run import RunConfig
 from megafp8.config.yaml_reader import UnreadableFileError
 from megafp8.errors import CheckpointError, DataError, MegaFP8Error, PeerError
 from megafp8.launch.dry_run import choose_world_size, describe, preflight
+from megafp8.launch.hardware import decide
 from megafp8.log import configure, get_logger
 
 PROGRAM = "pretrain_gpt.py"
@@ -103,7 +104,8 @@ def _dispatch(argv: list[str], environment: Mapping[str, str]) -> int:
     if command.dry_run:
         # An explicit size needs no launcher's, which may be of another job.
         started = None if command.world_size else read_world_size(environment)
-        text = describe(command.config, choose_world_size(command, started))
+        config, choice = decide(command.config, guess_ranks(environment)[1])
+        text = describe(config, choose_world_size(command, started), choice)
         if guess_ranks(environment)[0] == 0:
             sys.stdout.write(text)
         return 0
@@ -129,8 +131,11 @@ def _train(config: RunConfig, launch: LaunchEnvironment) -> int:
     if config.training.exit_signal_handler:
         stop.install()  # before torch, whose import takes seconds
     check_trainable(config)
+    config, choice = decide(config, launch.local_rank)
     resolved, _, _ = preflight(config, launch.world_size)
     logger = get_logger(__name__)
+    if choice is not None:
+        logger.info("%s", choice)
     for note in launch.notes:
         logger.info("%s", note)
     for flag, reason in _without_effect(config):
@@ -138,7 +143,7 @@ def _train(config: RunConfig, launch: LaunchEnvironment) -> int:
     # Imported here: torch takes seconds, and nothing above needs it.
     from megafp8.train.run import run
 
-    return STOPPED_BY_SIGNAL if run(resolved, launch, stop) else 0
+    return STOPPED_BY_SIGNAL if run(resolved, launch, stop, choice) else 0
 
 
 def _without_effect(config: RunConfig) -> list[tuple[str, str]]:

@@ -4,15 +4,17 @@ A backend makes the modules whose arithmetic the precision plan governs. Both ba
 module names, parameter names (canonical), scale state and metrics.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megafp8.layers.parameters import ParameterFactory
 from megafp8.numerics import Recipe, ScaleRegistry
+from megafp8.numerics.kernels import EAGER, KernelChoice
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import DeferredWeightGradients
 
@@ -87,6 +89,8 @@ class LayerContext:
         cache_weights: parameters stay gathered over a step, so FP8 casts of weights may be kept.
         deferred: queue of weight gradients of a zero-bubble schedule, else None.
         norm_impl: kernels of the norms, "native" or "apex".
+        kernels: what quantizes in the native backend.
+        fp32_wgrad: FP8 linears give weight gradients in fp32, else in the compute dtype.
     """
 
     mesh: Mesh
@@ -101,6 +105,8 @@ class LayerContext:
     cache_weights: bool
     deferred: DeferredWeightGradients | None
     norm_impl: str = "native"
+    kernels: KernelChoice = EAGER
+    fp32_wgrad: bool = False
 
 
 class Backend(Protocol):
@@ -132,6 +138,12 @@ class Backend(Protocol):
         q [s, b, heads/tp, d], k and v [s, b, groups/tp, d], key a `MicroBatchKey` -> [s, b,
         heads/tp * d].
         """
+        ...
+
+    def fused_mlp(
+        self, fc1: nn.Module, fc2: nn.Module, swiglu: bool
+    ) -> Callable[[Tensor, Any, Any], Tensor] | None:
+        """One function for fc1, activation and fc2 (without fc2's bias), or None."""
         ...
 
     def scope(self) -> AbstractContextManager[Any]:

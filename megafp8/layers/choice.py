@@ -1,7 +1,9 @@
 """Which backend makes the layers of a run, and why."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from megafp8.config import RunConfig
 from megafp8.config.backend import transformer_engine_refusal
@@ -11,6 +13,7 @@ from megafp8.layers import apex, transformer_engine
 from megafp8.layers.backend import Backend
 from megafp8.layers.native import NativeBackend
 from megafp8.numerics import Recipe
+from megafp8.numerics.kernels import EAGER, KernelChoice, choose_kernels
 from megafp8.parallel.mesh import Mesh
 
 
@@ -69,6 +72,36 @@ def choose_backend(config: RunConfig) -> BackendChoice:
     if asked == "transformer_engine":
         raise PrecisionError(f"--transformer-impl transformer_engine: {reason}")
     return BackendChoice(asked, "native", f"auto takes native: {reason}")
+
+
+def add_kernels(
+    choice: BackendChoice, config: RunConfig, device: torch.device
+) -> tuple[BackendChoice, KernelChoice]:
+    """Choose what quantizes by `--fp8-kernels` and record it with the backend.
+
+    Raises:
+        PrecisionError: Triton kernels are asked for and cannot be used, with the reason.
+    """
+    asked = config.precision.fp8_kernels
+    if not config.precision.fp8:
+        return choice, EAGER
+    if choice.chosen != "native":
+        if asked == "triton":
+            raise PrecisionError(
+                f"--fp8-kernels triton: kernels of the native backend, found {choice.chosen}; "
+                "allowed with it: auto, eager"
+            )
+        return choice, EAGER
+    recipe = config.precision.recipe_name
+    if recipe.startswith("rowwise"):
+        reason = f"--fp8-recipe {recipe} has no fused kernels, its scales span whole rows"
+        if asked == "triton":
+            raise PrecisionError(f"--fp8-kernels triton: {reason}; allowed with it: auto, eager")
+        kernels = KernelChoice(asked, "eager", reason)
+    else:
+        kernels = choose_kernels(asked, device)
+    details = {**choice.details, "fp8_kernels": kernels.record()}
+    return replace(choice, details=details), kernels
 
 
 def make_backend(

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafp8.layers.backend import Backend, LayerContext, LinearOptions
+from megafp8.layers.parameters import local
 
 
 class _SwigluFunction(torch.autograd.Function):
@@ -31,6 +32,11 @@ class _SwigluFunction(torch.autograd.Function):
         torch.mul(grad, silu, out=dup)
         dgate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
         return dx
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up for x = [gate, up] along the last dim."""
+    return _SwigluFunction.apply(x)
 
 
 class Mlp(nn.Module):
@@ -66,9 +72,14 @@ class Mlp(nn.Module):
         self.linear_fc2 = backend.linear(
             context, LinearOptions(f"{prefix}.linear_fc2", "row", fp8[1], bias)
         )
+        self._fused = backend.fused_mlp(self.linear_fc1, self.linear_fc2, swiglu)
 
     def forward(self, x: Tensor) -> Tensor:
         """fc2(activation(fc1(x)))."""
+        if self._fused is not None:
+            y = self._fused(x, self.linear_fc1, self.linear_fc2)
+            bias: Any = self.linear_fc2.bias
+            return y if bias is None else y + local(bias).flatten()
         x = self.linear_fc1(x)
-        x = _SwigluFunction.apply(x) if self.swiglu else F.gelu(x, approximate=self.approximate)
+        x = swiglu(x) if self.swiglu else F.gelu(x, approximate=self.approximate)
         return self.linear_fc2(x)

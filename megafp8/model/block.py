@@ -1,16 +1,22 @@
 """One transformer block: pre-norm attention and MLP around a residual stream."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megafp8.config import RunConfig
 from megafp8.layers.attention import AttentionOptions, SelfAttention
 from megafp8.layers.backend import Backend, LayerContext, LinearOptions, NormOptions
 from megafp8.layers.dropout import MicroBatchKey, dropout
 from megafp8.layers.mlp import Mlp
 from megafp8.layers.rope import Rope
-from megafp8.precision import PrecisionPlan
+
+if TYPE_CHECKING:
+    from megafp8.config import RunConfig
+    from megafp8.precision import PrecisionPlan
 
 
 class Block(nn.Module):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,12 +13,17 @@ from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.config.user_buffers import user_buffer_options
 from megafp8.errors import ConfigurationError
 from megafp8.layers import LayerContext, ParameterFactory
-from megafp8.layers.choice import BackendChoice, choose_backend, make_backend
+from megafp8.layers.choice import BackendChoice, add_kernels, choose_backend, make_backend
 from megafp8.layers.parameters import local
 from megafp8.layers.rope import Rope, RopeScaling
 from megafp8.model.gpt import GPTStage
-from megafp8.numerics import Recipe, ScaleRegistry
-from megafp8.parallel.fsdp import Fp8ReduceScatter, Fp8Wires, shard_module
+from megafp8.numerics import Recipe, ScaleRegistry, fp8_hardware
+from megafp8.parallel.fsdp import (
+    Fp8ReduceScatter,
+    Fp8Wires,
+    shard_module,
+    take_fp32_gradients,
+)
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import DeferredWeightGradients, PipelineRunner
 from megafp8.precision import PrecisionPlan
@@ -87,12 +92,13 @@ def build_model(
     dtype = DTYPES[config.precision.compute_dtype]
     registry = ScaleRegistry(recipe) if recipe is not None else None
     rope = _rope(config, mesh.world.device)
-    choice = choose_backend(config)
+    choice, kernels = add_kernels(choose_backend(config), config, mesh.world.device)
     fp8_linears = plan.count("fp8")
     overlap = user_buffer_options(config, fp8_linears, len(plan.linears) - fp8_linears)
     backend = make_backend(choice, config, recipe, mesh, overlap)
 
     reductions: list[Fp8ReduceScatter] = []
+    fp32_wgrad = _fp32_weight_gradients(recipe, choice, mesh)
 
     def shard(module: nn.Module, kind: str) -> None:
         # The fused [2, ffn, h] weight is split along h: its halves stay whole on every rank.
@@ -101,11 +107,14 @@ def build_model(
         reduction = shard_module(module, mesh, kind, dtype, dims, fp8)
         if reduction is not None:
             reductions.append(reduction)
+        if fp32_wgrad:
+            take_fp32_gradients(module)
 
     stages, queues = [], []
     for index in layout.stage_indices(mesh.pp_rank):
         queue = DeferredWeightGradients() if layout.schedule == "zbv" else None
         context = _layer_context(config, shape, mesh, registry, queue)
+        context = replace(context, kernels=kernels, fp32_wgrad=fp32_wgrad)
         stages.append(
             GPTStage(context, backend, config, plan, layout, index, shape.vocab_size, rope, shard)
         )
@@ -115,15 +124,10 @@ def build_model(
     parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
     _check_built(shape, parameters, mesh)
     tp_sequence = layout.tp if layout.sequence_parallel else 1
-    tokens = shape.seq_length // tp_sequence
-    runner = PipelineRunner(
-        stages,
-        mesh,
-        layout.schedule,
-        (tokens, config.training.micro_batch_size, shape.hidden_size),
-        dtype,
-        [queue for queue in queues if queue is not None] or None,
-    )
+    boundary = (shape.seq_length // tp_sequence, config.training.micro_batch_size)
+    waiting = [queue for queue in queues if queue is not None] or None
+    boundary_shape = (*boundary, shape.hidden_size)
+    runner = PipelineRunner(stages, mesh, layout.schedule, boundary_shape, dtype, waiting)
     return Model(
         stages=stages,
         runner=runner,
@@ -136,6 +140,12 @@ def build_model(
         scope=backend.scope,
         fp8_reductions=reductions,
     )
+
+
+def _fp32_weight_gradients(recipe: Recipe | None, choice: BackendChoice, mesh: Mesh) -> bool:
+    """Where the GEMM can write fp32, weight gradients are not rounded before they are summed."""
+    native = recipe is not None and choice.chosen == "native"
+    return native and fp8_hardware(mesh.world.device)[0]
 
 
 def _layer_context(

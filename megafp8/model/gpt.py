@@ -1,11 +1,13 @@
 """One pipeline stage of a GPT: embedding, some blocks, final norm, output layer and loss."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from megafp8.config import Layout, RunConfig
 from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.layers.backend import Backend, LayerContext
 from megafp8.layers.cross_entropy import vocab_parallel_cross_entropy
@@ -14,7 +16,10 @@ from megafp8.layers.embedding import Embedding
 from megafp8.layers.output_layer import OutputLayer
 from megafp8.layers.rope import Rope
 from megafp8.model.block import Block
-from megafp8.precision import PrecisionPlan
+
+if TYPE_CHECKING:
+    from megafp8.config import Layout, RunConfig
+    from megafp8.precision import PrecisionPlan
 
 
 class Decoder(nn.Module):

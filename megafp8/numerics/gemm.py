@@ -9,8 +9,8 @@ Letters: m tokens, k in features, n out features. Data are codes, each with its 
 With one scale a tensor dy is cast once and feeds both backward products; other recipes cast for
 each direction (`granular`). On CUDA with FP8 units `torch._scaled_mm` wants its first operand
 row-major and its second column-major: fprop needs no copy, dgrad one transposed copy of w, wgrad
-one of each operand (`hardware`). Elsewhere the codes are decoded to bf16 (exact) and multiplied
-with fp32 accumulation.
+one of each operand, unless an operand brings its own (`hardware`). Elsewhere the codes are decoded
+to bf16 (exact) and multiplied with fp32 accumulation.
 """
 
 from __future__ import annotations

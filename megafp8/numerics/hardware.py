@@ -86,8 +86,8 @@ def native_mm(
 
     What is not in the layout that the kernels take is copied: for dgrad w, for wgrad both.
     """
-    left = a.data.t().contiguous() if a_t else a.data
-    right = b.data.t() if b_t else b.data.t().contiguous().t()
+    left = _columns(a) if a_t else a.data
+    right = b.data.t() if b_t else _columns(b).t()
     scale_a, scale_b = a.scale_inv, b.scale_inv
     if a.block is not None and b.block is not None:
         # Grids as [m, k/...] and [n, k/...].
@@ -101,6 +101,13 @@ def native_mm(
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         left, right, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast
     )
+
+
+def _columns(operand: QuantizedTensor) -> Tensor:
+    """Return the codes [m, k] as a contiguous [k, m]: the copy that is there, else a new one."""
+    if operand.transposed is not None:
+        return operand.transposed
+    return operand.data.t().contiguous()
 
 
 def _block_mm(

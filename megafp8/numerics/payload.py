@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megafp8.config.precision import WIRE_BLOCK
+from megafp8.config.wire import WIRE_BLOCK
 from megafp8.numerics.formats import Fp8Format
 from megafp8.numerics.quantize import decode
 from megafp8.numerics.scales import current_scale

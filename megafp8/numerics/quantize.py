@@ -33,7 +33,8 @@ class QuantizedTensor:
     dimension) it is a grid, of fp32 or E8M0, with one entry for each block of `data` [m, k];
     `power_of_2` then says that all entries are powers of two. `decoded` is None, or the values of
     `data` for products on devices without FP8 units, in bf16 (times the grid where that is part of
-    the operand; see `gemm`); `data` is not rewritten while it is kept.
+    the operand; see `gemm`); `data` is not rewritten while it is kept. `transposed` is None, or a
+    contiguous copy [k, m] of `data` [m, k], for products on hardware that want one.
     """
 
     data: Tensor
@@ -42,6 +43,7 @@ class QuantizedTensor:
     decoded: Tensor | None = field(default=None, repr=False, compare=False)
     block: tuple[int, int] | None = None
     power_of_2: bool = False
+    transposed: Tensor | None = field(default=None, repr=False, compare=False)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Return `data * scale_inv`, multiplied in fp32 and rounded once to `dtype`."""

@@ -113,6 +113,13 @@ class ScaleRegistry:
         """
         return self._scale_inv_views[index]
 
+    def pending_of(self, index: int) -> Tensor:
+        """Return what this step has recorded of tensor `index`: a 0-dim view, >= 0 or NaN.
+
+        A kernel takes its maximum there in place, under the conditions of `record`.
+        """
+        return self._pending_views[index]
+
     def record(self, index: int, amax: Tensor) -> None:
         """Take the maximum of `amax` and what this step has seen; no-op while paused.
 

@@ -189,6 +189,22 @@ def _count_replica_reduce(traffic: Traffic, replicas: int, tensor: Tensor) -> No
     traffic.reduced("dp_all_reduce", tensor, replicas)
 
 
+def take_fp32_gradients(module: nn.Module) -> None:
+    """Let autograd hand this FSDP module's gradients over in fp32 instead of the compute dtype.
+
+    FSDP2 reduces all gradients of a module in one buffer of one dtype, so this holds for all of its
+    parameters. It makes the gathered parameters when they are first used and keeps them, so they
+    are told in a hook after the first gather (torch 2.13; `grad_dtype` came with 2.10).
+    """
+
+    def tell(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters():
+            parameter.grad_dtype = torch.float32
+        handle.remove()
+
+    handle = module.register_forward_pre_hook(tell)
+
+
 def begin_micro_batch(module: nn.Module, last: bool, keep_gathered: bool) -> None:
     """Set how FSDP2 treats the backward of the next micro-batch (without pipeline).
 

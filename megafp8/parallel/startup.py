@@ -3,11 +3,15 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from megafp8.errors import LaunchError
+
+MEETING_LIMIT = timedelta(minutes=20)
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,46 @@ def start(
             )
         dist.init_process_group(
             name,
+            store=_meet(rank, world_size, timeout),
             rank=rank,
             world_size=world_size,
             timeout=timeout,
             device_id=device if name == "nccl" else None,
         )
     return World(rank, world_size, local_rank, device, name, timeout)
+
+
+def _meet(rank: int, world_size: int, timeout: timedelta) -> Any:
+    """Wait until every rank has come to the rendezvous, and return its store.
+
+    A rank may come late for a good reason, such as an index that it alone has to build: this wait
+    has a limit of its own, since that of collectives may be short.
+
+    Raises:
+        LaunchError: ranks are missing; names them where a launcher holds the store.
+    """
+    limit = max(timeout, MEETING_LIMIT)
+    try:
+        store, _, _ = next(rendezvous("env://", rank=rank, world_size=world_size, timeout=limit))
+    except RuntimeError as error:
+        # Without a launcher's store rank 0 holds it, and opens it only when all have come.
+        found = " ".join(str(error).split())[:200]
+        raise LaunchError(
+            f"the {world_size} ranks did not meet at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} within {limit.total_seconds():g} s ({found}); look at "
+            "what the missing ones printed"
+        ) from error
+    keys = [f"megafp8_joined_{other}" for other in range(world_size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, limit)
+    except RuntimeError as error:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise LaunchError(
+            f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {world_size} "
+            f"did not join within {limit.total_seconds():g} s; look at what they printed"
+        ) from error
+    return dist.PrefixStore("default_pg", store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def stop() -> None:

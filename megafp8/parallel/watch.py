@@ -48,8 +48,8 @@ class Watch:
     def __enter__(self) -> "Watch":
         if self.size > 1:
             # A connection of its own: the shared one may be inside a long wait.
-            store = dist.distributed_c10d._get_default_store().clone()
-            self._store = dist.PrefixStore(_PREFIX, store)
+            shared: Any = dist.distributed_c10d._get_default_store()
+            self._store = dist.PrefixStore(_PREFIX, shared.clone())  # pyright: ignore[reportPrivateImportUsage]
             self._thread = threading.Thread(target=self._live, name="watch", daemon=True)
             self._thread.start()
         return self

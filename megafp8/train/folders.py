@@ -12,6 +12,7 @@ import yaml
 from megafp8.checkpoint import FolderLock, find_checkpoint
 from megafp8.checkpoint.agree import on_first_rank
 from megafp8.config import RunConfig
+from megafp8.config.hardware import PrecisionChoice
 from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
 from megafp8.precision import PrecisionPlan, build_manifest, write_manifest
@@ -122,6 +123,7 @@ def write_records(
     run_dir: Path,
     device: torch.device,
     backend: Mapping[str, Any],
+    choice: PrecisionChoice | None = None,
 ) -> str:
     """Write `config.yaml` and the manifest on rank 0; a collective call.
 
@@ -131,6 +133,7 @@ def write_records(
         run_dir: where to.
         device: where it runs.
         backend: which backend makes the layers, and why.
+        choice: what `auto` came to, if it was asked for.
 
     Returns:
         The manifest's sha256, on all ranks.
@@ -139,7 +142,10 @@ def write_records(
     def write() -> str:
         text = yaml.safe_dump(config.to_dict(), sort_keys=False)
         (run_dir / "config.yaml").write_text(text, encoding="utf-8")
-        content = build_manifest(config, plan, device=device_name(device), backend=backend)
+        extra = {} if choice is None else {"precision_choice": choice.record()}
+        content = build_manifest(
+            config, plan, device=device_name(device), backend=backend, extra=extra
+        )
         return write_manifest(run_dir, content).sha256
 
     return on_first_rank(f"writing to {run_dir}", write, None)

@@ -132,7 +132,7 @@ class Loop:
         self.audit.write(
             "stop",
             self.state.iteration,
-            action="save and exit",
+            action="exit",
             data_position={"consumed_samples": self.state.consumed_samples},
             reason=name,
         )

@@ -3,11 +3,14 @@
 import random
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megafp8.config import LaunchEnvironment, ModelShape, RunConfig
+from megafp8.config.hardware import PrecisionChoice
 from megafp8.data.loader import Datasets, build_datasets
 from megafp8.data.tokenizers import build_tokenizer, resolve_vocab_size
 from megafp8.errors import DataError, PrecisionError
@@ -42,13 +45,19 @@ from megafp8.train.trackers import build_trackers
 log = get_logger(__name__)
 
 
-def run(config: RunConfig, launch: LaunchEnvironment, signals: StopSignals | None = None) -> int:
+def run(
+    config: RunConfig,
+    launch: LaunchEnvironment,
+    signals: StopSignals | None = None,
+    choice: PrecisionChoice | None = None,
+) -> int:
     """Train as configured; every rank calls it.
 
     Args:
         config: resolved and checked (`launch.preflight`).
         launch: this process among all.
         signals: notes those to this process; None if nothing does.
+        choice: what `auto` came to on this rank's device, if it was asked for.
 
     Returns:
         The number of the signal that ended the run early, the same on all ranks; 0 if none did.
@@ -79,9 +88,11 @@ def run(config: RunConfig, launch: LaunchEnvironment, signals: StopSignals | Non
         config.training.deterministic_mode,
     )
     with Watch(world.rank, world.size) as watch:
+        if choice is not None:
+            check_same_choice(choice)
         mesh = build_mesh(config.layout(world.size), world)
         shape = ModelShape.from_config(config, vocab_size)
-        ended_by = _train(config, shape, mesh, datasets, signals or StopSignals(), watch)
+        ended_by = _train(config, shape, mesh, datasets, signals or StopSignals(), watch, choice)
         stop()
     return ended_by
 
@@ -93,11 +104,12 @@ def _train(
     datasets: Datasets,
     signals: StopSignals,
     watch: Watch,
+    choice: PrecisionChoice | None,
 ) -> int:
     source = checkpoint_to_load(config)
     run_dir = open_run_dir(config)
     with hold_save_dir(config, run_dir):
-        return _train_in(config, shape, mesh, datasets, signals, watch, run_dir, source)
+        return _train_in(config, shape, mesh, datasets, signals, watch, run_dir, source, choice)
 
 
 def _train_in(
@@ -109,6 +121,7 @@ def _train_in(
     watch: Watch,
     run_dir: Path,
     source: Path | None,
+    choice: PrecisionChoice | None,
 ) -> int:
     """Train in folders that are this job's alone."""
     _seed_default_generators(config.training.seed)
@@ -123,7 +136,8 @@ def _train_in(
     if source is not None:
         state, certificate = load_run(source, step, config, scaler)
     save_dir = open_save_dir(config, run_dir, fresh=state.iteration == 0)
-    manifest = write_records(config, plan, run_dir, mesh.world.device, model.backend.record())
+    backend = model.backend.record()
+    manifest = write_records(config, plan, run_dir, mesh.world.device, backend, choice)
     batches = BatchSizeSchedule.from_config(config, mesh.layout.dp)
     total = total_iterations(config, batches)
     _announce(config, shape, mesh, plan, model, batches, run_dir)
@@ -220,6 +234,23 @@ def _seed_default_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def check_same_choice(choice: PrecisionChoice) -> None:
+    """Refuse `auto` that came to different things on different ranks; a collective call.
+
+    Raises:
+        PrecisionError: on all ranks, naming the first that differs from rank 0.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, choice)
+    for other, theirs in enumerate(found):
+        if theirs.taken != found[0].taken:
+            raise PrecisionError(
+                f"{' and '.join(choice.asked)} came to {found[0].taken} on rank 0 "
+                f"({found[0].hardware}) and to {theirs.taken} on rank {other} "
+                f"({theirs.hardware}); give the precision by name"
+            )
+
+
 def _check_fp8_device(config: RunConfig, recipe: Recipe, mesh: Mesh) -> None:
     """A GPU without units for the recipe emulates only if asked by name; a CPU always emulates."""
     device, precision = mesh.world.device, config.precision
@@ -272,6 +303,9 @@ def _announce(
         tokens,
     )
     log.info("backend: %s (%s)", model.backend.chosen, model.backend.reason)
+    kernels = model.backend.details.get("fp8_kernels")
+    if kernels is not None:
+        log.info("FP8 kernels: %s (%s)", kernels["chosen"], kernels["reason"])
     log.info(
         "precision: %s, %d of %d linears in FP8; device %s; run folder %s",
         config.precision.compute_dtype,

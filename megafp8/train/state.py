@@ -18,6 +18,7 @@ from megafp8.checkpoint import (
     save_checkpoint,
 )
 from megafp8.checkpoint.agree import on_all_ranks
+from megafp8.checkpoint.reshard import layout_fields
 from megafp8.checkpoint.scale_state import (
     SCALE_PREFIXES,
     scale_targets,
@@ -94,16 +95,7 @@ def state_tensors(step: TrainingStep, optimizer: bool, loading: bool) -> dict[st
 
 def layout_record(mesh: Mesh) -> dict[str, Any]:
     """Parallel sizes as checkpoints and the audit log record them."""
-    layout = mesh.layout
-    return {
-        "world_size": layout.world_size,
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "vp": layout.vp,
-        "fsdp": layout.fsdp,
-        "replicate": layout.replicate,
-        "pipeline_schedule": layout.schedule,
-    }
+    return layout_fields(mesh.layout)
 
 
 def checkpoint_content(

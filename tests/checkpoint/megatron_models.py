@@ -89,6 +89,7 @@ def megatron(tp: int, pp: int) -> Iterator[None]:
 
         patches = (
             mock.patch.object(torch.cuda, "current_device", lambda: "cpu"),
+            mock.patch.object(torch.Tensor, "cuda", lambda self, *args, **kwargs: self),
             mock.patch.object(torch.cuda, "synchronize", lambda *args: None),
             mock.patch.object(
                 CudaRNGStatesTracker, "fork", lambda self, name=None: contextlib.nullcontext()

@@ -158,7 +158,7 @@ def test_fields_come_back_equal(converted: dict[str, Converted]) -> None:
         )
         assert {"head_dim", "n_head"} & before.keys() or kind == "qwen2"
         for name in before.keys() - NOT_WRITTEN - NEUTRAL:
-            default = before[name] in (None, False) or name in ("scale_attn_weights", "n_inner")
+            default = before[name] in (None, False) or name == "scale_attn_weights"
             assert after.get(name) == before[name] or (name not in after and default), (kind, name)
         for name in KEPT:
             assert after.get(name) == before.get(name), (kind, name)

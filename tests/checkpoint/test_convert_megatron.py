@@ -25,9 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def saved(
-    ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Path, Tensor]]:
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Tensor]]:
     """Both styles, saved by Megatron-core: tp 2 stacked with args, tp 1 by layer without."""
     root, found = tmp_path_factory.mktemp("megatron"), {}
     for style, tp, layered in (("llama", 2, False), ("gpt", 1, True)):

@@ -215,10 +215,6 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
             "--fp8-param-gather contradicts --fp8-weight-amax cast",
         ),
         (
-            "--bf16 --fp8-format hybrid --fp8-param-gather --no-fp8-reduce-amax",
-            "--fp8-param-gather contradicts --no-fp8-reduce-amax: the shards of a weight",
-        ),
-        (
             "--bf16 --fp8-format hybrid --fp8-param-gather --fp8-amax-window micro-batch",
             "--fp8-param-gather contradicts --fp8-amax-window micro-batch",
         ),
@@ -257,6 +253,7 @@ def test_gathered_codes_need_one_scale() -> None:
         "--optimizer sgd",
         "--eod-mask-loss --keep-last 2 --window-size 0,0",
         "--bf16 --fp8-format hybrid --no-fp8-reduce-amax",
+        "--bf16 --fp8-format hybrid --no-fp8-reduce-amax --fp8-param-gather",
         "--bf16 --fp8-format hybrid --no-fp8-reduce-amax --tensor-model-parallel-size 2",
         "--bf16 --fp8-format hybrid --no-fp8-reduce-amax --tensor-model-parallel-size 2 "
         "--sequence-parallel --fp8-tp-comm none",

@@ -148,6 +148,7 @@ def reference(ranks: Ranks) -> Reference:
         ),
         pytest.param(4, TP2_FSDP2, (*ALL, *TENSORWISE), id="tensorwise"),
         pytest.param(4, degrees(1, 1, *HSDP), (*GATHER, *FEEDBACK), id="hsdp"),
+        pytest.param(2, degrees(1, 1, "--fsdp-size", "1"), (*GATHER, *REDUCE), id="replicas"),
         pytest.param(4, degrees(1, 2), ALL, id="pp2fsdp2"),
         pytest.param(4, degrees(1, 2, *FREED), ALL, id="pp2fsdp2-freed", marks=slow),
         pytest.param(4, degrees(1, 2, *VIRTUAL), ALL, id="interleaved"),

@@ -70,7 +70,12 @@ def parts(directory: str | Path) -> dict[str, set[str]]:
     }
 
 
-@pytest.mark.parametrize("name", TARGETS)
+SLOW = ("pp4", "tp2 fsdp2", "hsdp")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TARGETS]
+)
 def test_online_and_offline_agree(ranks: Ranks, tmp_path: Path, home: list[Leg], name: str) -> None:
     size, layout, target = TARGETS[name]
     report = reshard_checkpoint(Path(home[0].saved), tmp_path / "offline", target)

@@ -25,6 +25,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp2 + sp": (2, degrees(2, 1, *SP_BF16)),
     "tp2 x dp2": (4, degrees(2)),
     "hsdp 2 x 2": (4, degrees(1, 1, "--fsdp-size", "2")),
+    "dp2, fp8 gathers": (2, degrees(1, 1, "--fp8-param-gather", "--fp8-grad-reduce")),
     "pp2 x dp2": (4, degrees(1, 2)),
 }
 
@@ -76,7 +77,12 @@ def one_rank(ranks: Ranks) -> Curve:
     return ranks.run(leg, world_size=1, flags=(*BASE, *degrees()), iterations=6)[0].curve
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SLOW = ("hsdp 2 x 2", "pp2 x dp2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS]
+)
 def test_ranks_keep_and_get_back_their_own_scales(
     ranks: Ranks, tmp_path: Path, one_rank: Curve, name: str
 ) -> None:

@@ -118,6 +118,28 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     assert "rank 0 was at iteration 3, in " in run.output(0)
 
 
+def short_timeout(argv: list[str]) -> list[str]:
+    argv[argv.index("--distributed-timeout-minutes") + 1] = "0.05"
+    return argv
+
+
+def test_a_rank_that_builds_an_index_is_waited_for(tmp_path: Path) -> None:
+    """For longer than collectives may take."""
+    argv = short_timeout(command(tmp_path, *TP2))
+    patch = FAULTS + "slow_data", {"rank": 0, "seconds": 5.0}
+    with launched(2, argv, tmp_path / "logs", patch) as run:
+        assert run.wait() == [0, 0], run.text()
+
+
+def test_a_rank_that_never_comes_ends_the_others(tmp_path: Path) -> None:
+    argv = short_timeout(command(tmp_path, *TP2))
+    with launched(2, argv, tmp_path / "logs", (FAULTS + "absent", {"rank": 1})) as run:
+        run.processes[0].join(30.0)
+        assert run.processes[0].exitcode == 2, run.text()
+    assert "error: the 2 ranks did not meet at 127.0.0.1:" in run.output(0)
+    assert "within 4 s" in run.output(0) and "1/2 clients joined" in run.output(0)
+
+
 # --------------------------------------------------------------------------------------- kills
 
 

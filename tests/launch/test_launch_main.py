@@ -24,13 +24,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, object]]:
     """Replace training by a list of what it was called with."""
     calls: list[tuple[object, object]] = []
     module = types.ModuleType("megafp8.train.run")
-    module.run = lambda config, launch, signals: calls.append((config, launch))  # type: ignore[attr-defined]
+    module.run = lambda config, launch, *more: calls.append((config, launch))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megafp8.train.run", module)
     return calls
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def run(config: object, launch: object, signals: object) -> None:
+    def run(config: object, launch: object, signals: object, choice: object) -> None:
         raise error
 
     module = types.ModuleType("megafp8.train.run")

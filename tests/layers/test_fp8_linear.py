@@ -121,16 +121,16 @@ def test_cached_weight_holds_the_reference_codes():
 
 def test_grad_output_is_cast_once_and_feeds_both_products(monkeypatch):
     linear, _ = make_linear()
-    import megafp8.layers.native.operands as operands
+    import megafp8.layers.native.casting as casting
 
     seen: list[str] = []
-    original = operands.quantize
+    original = casting.quantize
 
     def counting(x, scale, fmt):
         seen.append(fmt.name)
         return original(x, scale, fmt)
 
-    monkeypatch.setattr(operands, "quantize", counting)
+    monkeypatch.setattr(casting, "quantize", counting)
     x, dy = problem()
     linear(x.requires_grad_(True)).backward(dy)
     assert seen == ["e4m3", "e4m3", "e5m2"]
@@ -212,8 +212,8 @@ def test_any_strides(kind, fp8):
 def test_transposed_weight_view():
     linear, _ = make_linear(in_features=32, out_features=48)
     flipped = torch.randn(32, 48).bfloat16().t()
-    first = linear.operands._quantize("weight", flipped)
-    second = linear.operands._quantize("weight", flipped.contiguous())
+    first = linear.operands.cast("weight", flipped)
+    second = linear.operands.cast("weight", flipped.contiguous())
     assert torch.equal(first.data.view(torch.uint8), second.data.view(torch.uint8))
     assert first.data.is_contiguous()
 

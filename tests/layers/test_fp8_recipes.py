@@ -162,8 +162,8 @@ def test_what_is_kept_for_the_backward(recipe: str, cache: bool) -> None:
 
 @EACH
 def test_gradient_casts_are_made_once_for_each_product(recipe: str, monkeypatch) -> None:
+    import megafp8.layers.native.casting as casting
     import megafp8.layers.native.granular as granular
-    import megafp8.layers.native.operands as operands
 
     linear, context = make_linear(recipe)
     calls: list[str] = []
@@ -176,7 +176,7 @@ def test_gradient_casts_are_made_once_for_each_product(recipe: str, monkeypatch)
         return call
 
     monkeypatch.setattr(granular, "quantize_blocks", counted(quantize_blocks))
-    monkeypatch.setattr(operands, "quantize_tensor", counted(quantize_tensor))
+    monkeypatch.setattr(casting, "quantize_tensor", counted(quantize_tensor))
     for _ in range(2):
         products(linear, *problem(2 * TOKENS))
     name = context.recipe.name if context.recipe is not None else ""

@@ -75,6 +75,32 @@ def signal_to_self(rank: int, where: str, number: int, times: int = 1) -> None:
         before(run, "build_datasets")
 
 
+def slow_data(rank: int, seconds: float) -> None:
+    """Make one rank late for the rendezvous, as one that builds an index is."""
+    if int(os.environ["RANK"]) != rank:
+        return
+    import megafp8.train.run as run
+
+    build = run.build_datasets
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return build(*arguments)
+
+    run.build_datasets = slow
+
+
+def absent(rank: int) -> None:
+    """Let one rank never come to the rendezvous, and the others give up soon."""
+    from datetime import timedelta
+
+    import megafp8.parallel.startup as startup
+
+    startup.MEETING_LIMIT = timedelta(seconds=4)
+    if int(os.environ["RANK"]) == rank:
+        time.sleep(600.0)
+
+
 def slow_steps(seconds: float) -> None:
     """Make every step longer, so that a run is still there when a test looks."""
     from megafp8.train.step import TrainingStep

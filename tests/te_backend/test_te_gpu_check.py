@@ -3,7 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from megafp8.launch.gpu_check import NATIVE, TE, TINY, Row, _Setup, run_checks, scale_rows
+from megafp8.launch.gpu_backends import NATIVE, TE, TINY, _Setup, backend_rows, scale_rows
+from megafp8.launch.gpu_rows import Row
 from megafp8.parallel import World
 from tests.support import te_cpu
 from tests.support.ranks import Ranks
@@ -15,7 +16,7 @@ def world() -> World:
 
 def checked() -> tuple[list[Row], list[Row]]:
     te_cpu.load()
-    rows = run_checks(world(), TINY, 50)
+    rows = backend_rows(world(), TINY, 50)
     native, other = _Setup(NATIVE, TINY, world()), _Setup(TE, TINY, world())
     assert other.model.registry is not None
     # One unit in the last place of one scale that nothing updates before it is compared.
@@ -27,7 +28,6 @@ def checked() -> tuple[list[Row], list[Row]]:
 def test_scales_outputs_and_speed(te_ranks: Ranks) -> None:
     ((rows, spoilt),) = te_ranks.run(checked, world_size=1)
     found = {row.check: row for row in rows}
-    assert found["TransformerEngine"].found == "TransformerEngine 2.20.2"
     equal = found["scales and histories, TE = native"]
     assert (equal.found, equal.verdict) == ("bit-equal over 50 steps", "ok")
     for product in ("y", "dx", "dw"):

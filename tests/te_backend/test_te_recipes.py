@@ -216,7 +216,8 @@ def one_linear(power_of_2: bool, cache: bool) -> dict[str, Any]:
     from megafp8.layers.transformer_engine.backend import TransformerEngineBackend
     from tests.support.te_cpu import emulation
 
-    flags = {**FP8, "fp8_recipe": "tensorwise", "disable_bias_linear": True}
+    flags = {**FP8, "fp8_amax_history_len": None, "fp8_recipe": "tensorwise"}
+    flags["disable_bias_linear"] = True
     context = layer_context(
         small_config(GPT2, transformer_impl="transformer_engine", **flags), cache_weights=cache
     )

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import io
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
@@ -24,12 +26,13 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from megafp8.checkpoint.agree import describe_dcp
+from megafp8.checkpoint.files import METADATA_NAME
 from megafp8.checkpoint.record import FileEntry
-from megafp8.checkpoint.writing import ShardWriter
-from megafp8.errors import CheckpointError
+from megafp8.checkpoint.streaming import _compact
+from megafp8.checkpoint.writing import _ChecksumStream
+
+FILE_NAME = "__0_0.distcp"
 
 
 @dataclass(frozen=True)
@@ -59,36 +62,6 @@ class Piece:
     def index(self) -> MetadataIndex:
         """DCP's key of it."""
         return MetadataIndex(self.name, torch.Size(self.offsets))
-
-
-class _Planner(DefaultSavePlanner):
-    """Plans pieces that hold no values yet, and asks for each when it is to be written."""
-
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        produce: Callable[[Piece], Tensor],
-        objects: Mapping[str, bytes],
-    ) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._pieces = {piece.index: piece for piece in pieces}
-        self._produce, self._objects = produce, objects
-
-    def create_local_plan(self) -> SavePlan:
-        """One item for each piece and object, in order."""
-        items = [_item(piece) for piece in self._pieces.values()]
-        items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._objects]
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        """The values of one item; DCP calls it in the file's order and keeps nothing."""
-        if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(self._objects[write_item.index.fqn])
-        piece = self._pieces[write_item.index]
-        tensor = self._produce(piece).contiguous()
-        assert (tuple(tensor.shape), tensor.dtype) == (piece.sizes, piece.dtype), piece
-        return tensor
 
 
 def _item(piece: Piece) -> WriteItem:
@@ -121,18 +94,37 @@ def write_dcp(
         The files written, with sizes and checksums.
 
     Raises:
-        CheckpointError: what `produce` raised, or the file could not be written.
+        OSError: a file could not be written.
     """
-    writer = ShardWriter(directory)
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_save(
-                {},
-                storage_writer=writer,
-                planner=_Planner(pieces, produce, objects or {}),
-                no_dist=True,
-            )
-    except CheckpointException as failure:
-        raise CheckpointError(f"writing {directory}: {describe_dcp(failure, 1)}") from failure
-    return writer.entries
+    # DCP's own writer keeps every tensor of a file until the file is closed.
+    items = [_item(piece) for piece in pieces]
+    items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects or {}]
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    (plan,), metadata = planner.create_global_plan([SavePlan(items)])
+    by_index, storage = {piece.index: piece for piece in pieces}, {}
+    with _summed(directory / FILE_NAME) as (file, entry_of_shard):
+        for item in plan.items:
+            start = file.tell()
+            if item.type == WriteItemType.BYTE_IO:
+                file.write((objects or {})[item.index.fqn])
+            else:
+                piece = by_index[item.index]
+                tensor = produce(piece)
+                assert (tuple(tensor.shape), tensor.dtype) == (piece.sizes, piece.dtype), piece
+                torch.save(_compact(tensor), file)
+                del tensor  # else it is there while the next one is made
+            storage[item.index] = _StorageInfo(FILE_NAME, start, file.tell() - start)
+    metadata.storage_data, metadata.storage_meta = storage, StorageMeta()
+    metadata.version = CURRENT_DCP_VERSION
+    with _summed(directory / METADATA_NAME) as (file, entry_of_index):
+        file.write(pickle.dumps(metadata))
+    return {FILE_NAME: entry_of_shard(), METADATA_NAME: entry_of_index()}
+
+
+@contextmanager
+def _summed(path: Path) -> Iterator[tuple[Any, Callable[[], FileEntry]]]:
+    """A new file, on storage when the block ends, and what tells its size and checksum."""
+    with path.open("xb") as file:
+        stream = _ChecksumStream(file)
+        yield stream, stream.entry
+        os.fsync(stream.fileno())

@@ -75,7 +75,9 @@ def make_plan(view: ModelView, model_type: str, mode: str) -> Fp8Plan:
         CheckpointError: GPT-2's layout, or `static` without the inputs' scales.
     """
     if model_type not in LLAMA_FAMILY:
-        raise CheckpointError(f"--fp8 {mode}: {model_type} has no FP8 layout; allowed: none, scales")
+        raise CheckpointError(
+            f"--fp8 {mode}: {model_type} has no FP8 layout; allowed: none, scales"
+        )
     linears = [s.name for s in view.shape.parameters() if s.kind == "linear"]
     with_state = {name for name in linears if _scale_name(name, "input") in view.scales}
     if mode == "static" and not with_state:
@@ -100,7 +102,12 @@ def _scale_name(weight: str, role: str) -> str:
 
 
 def fp8_items(
-    view: ModelView, model_type: str, dtype: torch.dtype, exact: bool, sums: Checksums, plan: Fp8Plan
+    view: ModelView,
+    model_type: str,
+    dtype: torch.dtype,
+    exact: bool,
+    sums: Checksums,
+    plan: Fp8Plan,
 ) -> list[Item]:
     """As `plain_items`, with the weights of the plan's linears in FP8.
 

@@ -349,7 +349,7 @@ def _to_gpt2(model: ModelConfig, model_type: str) -> dict[str, Any]:
         "n_embd": model.hidden_size,
         "n_head": model.num_attention_heads,
         "n_layer": model.num_layers,
-        "n_inner": model.ffn_size,
+        "n_inner": None if model.ffn_size == 4 * model.hidden_size else model.ffn_size,
         "n_positions": model.positions,
         "n_ctx": model.positions,
         "activation_function": "gelu_new" if model.activation == "gelu-tanh" else "gelu",

@@ -239,7 +239,7 @@ def write_megatron(
         return routes[name].split(ours)[0].view(piece.sizes)
 
     buffer = io.BytesIO()
-    torch.save(None, buffer)
+    torch.save([None], buffer)  # Megatron-core stores a list of the objects under a key
     empty = buffer.getvalue()
     count = shape.num_layers
     objects = {

@@ -18,23 +18,23 @@ from megafp8.checkpoint.convert.carried import (
     run_folder,
     source_config,
 )
-from megafp8.checkpoint.convert.dcp_reader import DcpTensors
-from megafp8.checkpoint.convert.dcp_writer import write_dcp
+from megafp8.checkpoint.convert.dcp_writer import Piece, write_dcp
 from megafp8.checkpoint.convert.hf import Written, cast_weights
 from megafp8.checkpoint.convert.safetensors_files import Described
 from megafp8.checkpoint.convert.view import ModelView, find_spec
 from megafp8.checkpoint.files import (
     LATEST_NAME,
     RECORD_NAME,
-    crc32_of,
     iteration_name,
     sync_directory,
     write_atomically,
 )
-from megafp8.checkpoint.load import find_checkpoint, read_record, verify_files
-from megafp8.checkpoint.metadata import CheckpointReader
-from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
+from megafp8.checkpoint.load import find_checkpoint
+from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
+from megafp8.checkpoint.streaming import TensorReader
 from megafp8.config import ModelShape, RunConfig
+from megafp8.config.names import SECTIONS
+from megafp8.config.records import CheckpointConfig, LoggingConfig
 from megafp8.errors import CheckpointError, ConfigurationError
 
 MASTER = torch.float32  # parameters are fp32 masters whatever the compute dtype
@@ -52,11 +52,9 @@ def open_native(load: Path) -> ModelView:
     directory = find_checkpoint(load)
     if directory is None:
         raise CheckpointError(f"--load {load}: found no checkpoint")
-    record = read_record(directory)
-    verify_files(directory, record)
+    tensors = TensorReader.open(directory)
+    record = tensors.record
     config, shape = _sizes(directory, record)
-    reader = CheckpointReader(directory, {name: e.size for name, e in record.files.items()})
-    tensors = DcpTensors(directory, reader.read_metadata())
     for name, spec in find_spec(shape).items():
         entry = record.tensors.get(name)
         expected = TensorEntry(spec.shape, "float32")
@@ -113,18 +111,19 @@ def write_native(
     scales = _kept_scales(view)
     entries |= {name: Described(tuple(value.shape), MASTER) for name, value in scales.items()}
 
-    def produce(name: str) -> Tensor:
-        if name in scales:
-            return scales[name]
-        tensor = cast_weights(view, name, MASTER, exact=True)
-        written.checksums.add(name, tensor)
+    def produce(piece: Piece) -> Tensor:
+        if piece.name in scales:
+            return scales[piece.name]
+        tensor = cast_weights(view, piece.name, MASTER, exact=True)
+        written.checksums.add(piece.name, tensor)
         advance(tensor.nbytes)
         return tensor
 
     # No other name is needed meanwhile: `target` gets its own only when all is done.
     directory = target / iteration_name(0)
     directory.mkdir()
-    write_dcp(directory, entries, produce)
+    pieces = [Piece.whole(name, entry.shape, MASTER) for name, entry in entries.items()]
+    files = write_dcp(directory, pieces, produce)
     config = _final_config(view, final)
     record = CheckpointRecord(
         iteration=0,
@@ -138,7 +137,7 @@ def write_native(
         tensors={
             name: TensorEntry(entry.shape, "float32") for name, entry in sorted(entries.items())
         },
-        files={path.name: _file_entry(path) for path in sorted(directory.iterdir())},
+        files=dict(sorted(files.items())),
     )
     sync_directory(directory)
     write_atomically(directory / RECORD_NAME, record.to_json())
@@ -152,13 +151,9 @@ def write_native(
         text = json.dumps(dict(view.hf_config), indent=2) + "\n"
         write_atomically(target / FOLDER / CONFIG_NAME, text)
     head = (
-        "# Goes on from the imported weights. Give --data-path, your own lr and train_iters.\n"
+        "# Goes on from the imported weights. Give --data-path, and your own lr and train_iters.\n"
     )
     write_atomically(target / "config.yaml", head + yaml.safe_dump(_plain(config), sort_keys=False))
-
-
-def _file_entry(path: Path) -> FileEntry:
-    return FileEntry(size=path.stat().st_size, crc32=crc32_of(path))
 
 
 def _kept_scales(view: ModelView) -> dict[str, Tensor]:
@@ -170,17 +165,28 @@ def _kept_scales(view: ModelView) -> dict[str, Tensor]:
 def _final_config(view: ModelView, final: Path) -> RunConfig:
     """The view's configuration with the names that its files will have."""
     config = view.config
-    checkpoint = config.checkpoint.model_copy(update={"load": str(final), "finetune": True})
+    checkpoint = CheckpointConfig(load=str(final), finetune=True)
     data = config.data
     if data.tokenizer_model is not None and view.carried:
         tokenizer = final / FOLDER
         if not Path(data.tokenizer_model).is_dir():
             tokenizer /= Path(data.tokenizer_model).name
         data = data.model_copy(update={"tokenizer_model": str(tokenizer)})
-    return config.model_copy(update={"checkpoint": checkpoint, "data": data})
+    # Not the folders of the run that it may come from.
+    changed = {"checkpoint": checkpoint, "data": data, "logging": LoggingConfig()}
+    return config.model_copy(update=changed)
 
 
 def _plain(config: RunConfig) -> dict[str, dict[str, object]]:
-    """What differs from the defaults, by section."""
-    values = config.to_dict()
-    return {name: section for name, section in values.items() if section}
+    """What differs from the defaults, by section, and the training section whole."""
+    kept: dict[str, dict[str, object]] = {}
+    for name, section in config.to_dict().items():
+        fields = SECTIONS[name].model_fields
+        values = {
+            key: value
+            for key, value in section.items()
+            if (value != fields[key].default if key in fields else value)
+        }
+        if values:
+            kept[name] = values
+    return kept

@@ -9,6 +9,7 @@ do nothing. No class of the interpreter or of Megatron is handed to the file.
 from __future__ import annotations
 
 import pickle
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,9 @@ def settings_of(value: Any, path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is something else.
     """
-    fields = vars(value).get("state") if isinstance(value, Inert) else value
+    # A process that has imported Megatron-core has told torch to build real ones.
+    fields = vars(value) if isinstance(value, Namespace) else value
+    fields = vars(value).get("state") if isinstance(value, Inert) else fields
     if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
         raise CheckpointError(f"{path}: args is {type(value).__name__}, expected a Namespace")
     return fields

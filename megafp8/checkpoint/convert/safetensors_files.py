@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megafp8.checkpoint.convert.hf_fields import read_json
+from megafp8.checkpoint.convert.view import raw_bytes
 from megafp8.errors import CheckpointError
 
 SINGLE_NAME = "model.safetensors"
@@ -166,7 +167,7 @@ class SafetensorsWriter:
             entry,
         )
         for piece in tensor.contiguous().view(-1).split(1 << 24):
-            self._file.write(memoryview(piece.view(torch.uint8).numpy()))
+            self._file.write(memoryview(raw_bytes(piece)))
 
     def close(self) -> None:
         """Finish the file and force it to storage."""

@@ -135,5 +135,10 @@ def _crc32(tensor: Tensor) -> int:
     checksum = 0
     # In pieces: an fp32 copy of a bf16 embedding would double the memory that a conversion needs.
     for piece in tensor.detach().contiguous().view(-1).split(1 << 22):
-        checksum = zlib.crc32(piece.float().view(torch.uint8).numpy(), checksum)
+        checksum = zlib.crc32(raw_bytes(piece.float()), checksum)
     return checksum
+
+
+def raw_bytes(tensor: Tensor) -> Any:
+    """The bytes of a contiguous, one-dimensional tensor, as an array over the same memory."""
+    return tensor.view(torch.uint8).numpy()

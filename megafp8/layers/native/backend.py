@@ -1,12 +1,14 @@
 """The native implementation of the layer backend."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megafp8.layers.backend import CoreOptions, LayerContext, LinearOptions, NormOptions
 from megafp8.layers.native.attention_core import SdpaCore
+from megafp8.layers.native.fused_mlp import can_fuse, fused_mlp
 from megafp8.layers.native.linear import Fp8Linear, HighPrecisionLinear
 from megafp8.layers.norms import make_norm
 
@@ -35,6 +37,12 @@ class NativeBackend:
         """See `Backend.attention_core`."""
         assert not options.fp8
         return SdpaCore(options)
+
+    def fused_mlp(
+        self, fc1: nn.Module, fc2: nn.Module, swiglu: bool
+    ) -> Callable[[Tensor, Any, Any], Tensor] | None:
+        """See `Backend.fused_mlp`: where the fused kernels run and the linears are plain."""
+        return fused_mlp if can_fuse(fc1, fc2, swiglu) else None
 
     def scope(self) -> AbstractContextManager[Any]:
         """See `Backend.scope`; nothing here."""

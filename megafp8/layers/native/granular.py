@@ -8,6 +8,7 @@ are blocks of the whole, as its tokens are a multiple of the block (the precisio
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megafp8.layers.native.operands import WeightUse, describe
@@ -25,6 +26,7 @@ from megafp8.numerics import (
     wgrad,
 )
 from megafp8.numerics.granular import Axis
+from megafp8.numerics.kernels import EAGER, KernelChoice
 from megafp8.parallel.collectives import LINEAR_KINDS, CommGroup
 
 
@@ -50,9 +52,12 @@ class GranularOperands:
         recipe: Recipe,
         fp8_gather: bool,
         keeps_weight: bool,
+        kernels: KernelChoice = EAGER,
+        wgrad_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.tp, self.registry, self.recipe = tp, registry, recipe
         self.fp8_gather, self.keeps_weight = fp8_gather, keeps_weight
+        self.kernels, self.wgrad_dtype = kernels, wgrad_dtype
         self.index = {
             role: registry.register(name, role) for role in ("input", "weight", "grad_output")
         }
@@ -69,7 +74,24 @@ class GranularOperands:
         return describe(self.recipe, unit)
 
     def _cast(self, role: Role, x: Tensor, block: tuple[int, int]) -> QuantizedTensor:
-        cast, amax = quantize_blocks(x, block, self.recipe.format(role), self.recipe)
+        fmt, recipe = self.recipe.format(role), self.recipe
+        if self.kernels.fused and x.numel():
+            # Imported here: it imports Triton.
+            from megafp8.numerics.kernels.blocks import cast_blocks
+
+            # Along tokens wgrad (and dgrad of a weight) wants the transposed codes, unless they
+            # are gathered first.
+            columns = block[0] > block[1] and self.tp.size == 1
+            cast, amax = cast_blocks(
+                x,
+                block,
+                fmt,
+                mx=recipe.name == "mxfp8",
+                power_of_2=recipe.power_of_2_scales,
+                transposed=columns,
+            )
+        else:
+            cast, amax = quantize_blocks(x, block, fmt, recipe)
         if self.registry.recording:
             self.registry.record(self.index[role], amax)
         return cast
@@ -152,8 +174,10 @@ class GranularOperands:
         """A saved operand again."""
         if len(tensors) == 1:
             return tensors[0]
+        data, scale_inv = tensors
         return QuantizedTensor(
-            *tensors,
+            data,
+            scale_inv,
             self.recipe.format(role),
             block=block_along(self.recipe.name, "tokens"),
             power_of_2=self.recipe.power_of_2_scales,
@@ -180,4 +204,4 @@ class GranularOperands:
             return dy.t() @ x
         if self.recipe.fake_quant:
             return dy.dequantize().t() @ x.dequantize()
-        return wgrad(dy, x)
+        return wgrad(dy, x, self.wgrad_dtype)

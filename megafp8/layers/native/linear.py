@@ -188,6 +188,8 @@ class Fp8Linear(_TensorParallelLinear):
             context.recipe,
             fp8_gather=context.fp8_gather,
             keeps_weight=context.cache_weights,
+            kernels=context.kernels,
+            wgrad_dtype=torch.float32 if context.fp32_wgrad else context.compute_dtype,
         )
         if context.fp8_reduce:
             self.reduce_format = E4M3

@@ -4,27 +4,26 @@ Recipes with a scale for each row or block are in `granular.py`.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megafp8.layers.native.casting import DelayedCasts, TensorwiseCasts, for_wgrad
 from megafp8.numerics import (
     ROLES,
     QuantizedTensor,
     Recipe,
     Role,
     ScaleRegistry,
-    compute_amax,
     dgrad,
     fprop,
     keep_decoded,
-    quantize,
-    quantize_tensor,
     wgrad,
 )
 from megafp8.numerics.granular import Axis
+from megafp8.numerics.kernels import EAGER, KernelChoice
 from megafp8.parallel.collectives import LINEAR_KINDS, CommGroup
 from megafp8.parallel.fp8_weights import Fp8Weight
 
@@ -128,7 +127,11 @@ class Fp8Operands:
         recipe: formats and flags.
         fp8_gather: gathers carry FP8 bytes; else the compute dtype is gathered and then quantized.
         keeps_weight: the FP8 weight is cast once per step and kept, as parameters stay gathered.
+        kernels: what quantizes.
+        wgrad_dtype: of weight gradients; fp32 where they are summed in fp32.
     """
+
+    casts: type[DelayedCasts] = DelayedCasts
 
     def __init__(
         self,
@@ -138,31 +141,21 @@ class Fp8Operands:
         recipe: Recipe,
         fp8_gather: bool,
         keeps_weight: bool,
+        kernels: KernelChoice = EAGER,
+        wgrad_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.tp, self.registry, self.recipe = tp, registry, recipe
         self.fp8_gather, self.keeps_weight = fp8_gather, keeps_weight
         self.fp8_wgrad = recipe.fp8_wgrad
-        self.index = {
+        self.index: dict[Role, int] = {
             role: registry.register(name, role) for role in ("input", "weight", "grad_output")
         }
+        self.cast = self.casts(registry, recipe, self.index, kernels, tp)
+        self.wgrad_dtype = wgrad_dtype
         self._cached: tuple[tuple[int, bool], QuantizedTensor] | None = None
 
     def __repr__(self) -> str:
         return describe(self.recipe, lambda operand, summed: "tensor")
-
-    def _observe(self, role: Role, x: Tensor) -> None:
-        """Record the amax of x."""
-        if self.registry.recording:
-            self.registry.record(self.index[role], compute_amax(x))
-
-    def _quantize(self, role: Role, x: Tensor, shared: bool = False) -> QuantizedTensor:
-        """Cast x. With `shared`, tp ranks hold parts of one tensor and need one scale.
-
-        Delayed scales are shared in any case: the reduction of the amaxes spans the tp ranks.
-        """
-        index, fmt = self.index[role], self.recipe.format(role)
-        data = quantize(x, self.registry.scale_of(index), fmt)
-        return QuantizedTensor(data, self.registry.scale_inv_of(index), fmt)
 
     def enter(
         self, role: Role, x: Tensor, gather: bool
@@ -175,32 +168,31 @@ class Fp8Operands:
         """
         if not self.fp8_wgrad and role == "grad_output":
             whole = self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
-            self._observe(role, whole)
-            return whole, self._quantize(role, whole)
+            return whole, self.cast(role, whole)
         if gather and not self.fp8_gather:
             # The amax is that of what is cast: other ranks' tokens too, whose amaxes a rank with
             # scales of its own would not learn otherwise.
             whole = self.tp.all_gather(x, LINEAR_KINDS[0])
-            self._observe(role, whole)
-            full = self._quantize(role, whole)
-            return (full if self.fp8_wgrad else x), full
-        self._observe(role, x)
-        local = self._quantize(role, x, shared=gather)
-        full = self._gather(local) if gather else local
+            full = self.cast(role, whole, columns=self.fp8_wgrad)
+            return (for_wgrad(full) if self.fp8_wgrad else x), full
+        local = self.cast(role, x, columns=self.fp8_wgrad and not gather, shared=gather)
         if role == "grad_output":
+            full = self._gather(local, columns=True) if gather else local
             return full, full
-        return (local if self.fp8_wgrad else x), full
+        full = self._gather(local, columns=False) if gather else local
+        return (for_wgrad(local) if self.fp8_wgrad else x), full
 
-    def _gather(self, local: QuantizedTensor) -> QuantizedTensor:
+    def _gather(self, local: QuantizedTensor, columns: bool) -> QuantizedTensor:
         # One scale on all tp ranks, so only codes travel.
         data = self.tp.all_gather(local.data, LINEAR_KINDS[0])
-        return QuantizedTensor(data, local.scale_inv, local.format)
+        full = QuantizedTensor(data, local.scale_inv, local.format)
+        return self.cast.with_columns(full) if columns else full
 
     def gather_again(self, x: QuantizedTensor | Tensor, gather: bool) -> QuantizedTensor | Tensor:
         """The saved operand as wgrad needs it: gathered again unless it was saved whole."""
         if isinstance(x, Tensor):
             return self.tp.all_gather(x, LINEAR_KINDS[0]) if gather else x
-        return self._gather(x) if gather and self.fp8_gather else x
+        return self._gather(x, columns=True) if gather and self.fp8_gather else x
 
     def weight(self, w: Tensor, use: WeightUse = "fprop") -> QuantizedTensor:
         """The weight [n, k] in FP8, for either use: cast once per step where it stays gathered.
@@ -212,14 +204,15 @@ class Fp8Operands:
         version = (self.registry.version, self.registry.recording)
         if self.keeps_weight and self._cached is not None and self._cached[0] == version:
             return self._cached[1]
+        # A kept cast brings a transposed copy for dgrad along; else each use makes what it needs.
+        rows, columns = self.keeps_weight or use == "fprop", self.keeps_weight or use == "dgrad"
         if isinstance(w, Fp8Weight):  # gathered as codes
-            cast = w.quantized()
+            cast = self.cast.with_columns(w.quantized()) if columns else w.quantized()
         else:
-            if self.recipe.weight_amax == "cast":
-                self._observe("weight", w)
-            cast = self._quantize("weight", w)
+            observed = self.recipe.weight_amax == "cast" or not self.recipe.stateful
+            cast = self.cast("weight", w, record=observed, rows=rows, columns=columns)
         if self.keeps_weight:
-            cast = QuantizedTensor(cast.data, cast.scale_inv.clone(), cast.format)
+            cast = replace(cast, scale_inv=cast.scale_inv.clone())
             keep_decoded(cast)
             self._cached = (version, cast)
         return cast
@@ -260,29 +253,13 @@ class Fp8Operands:
             return dy.t() @ x
         if self.recipe.fake_quant:
             return dy.dequantize().t() @ x.dequantize()
-        return wgrad(dy, x)
+        return wgrad(dy, x, self.wgrad_dtype)
 
 
 class TensorwiseOperands(Fp8Operands):
-    """Operands with one scale a tensor, of the tensor itself (current scaling).
+    """Operands with one scale a tensor, of the tensor itself (current scaling)."""
 
-    The parts of a tensor that is gathered over tp get one scale, by a MAX all-reduce of a scalar,
-    so that their codes are those of the whole.
-    """
-
-    def _observe(self, role: Role, x: Tensor) -> None:
-        """Nothing yet: the amax is taken, and recorded, where the scale needs it."""
-
-    def _quantize(self, role: Role, x: Tensor, shared: bool = False) -> QuantizedTensor:
-        amax = compute_amax(x)
-        if self.registry.recording:
-            self.registry.record(self.index[role], amax)
-        if shared:
-            # A MAX reduction may lose NaN; inf gives the same scale.
-            amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf)
-            self.tp.all_reduce(amax, "amax_all_reduce", dist.ReduceOp.MAX)
-        fmt = self.recipe.format(role)
-        return quantize_tensor(x, fmt, amax, self.recipe.power_of_2_scales)
+    casts = TensorwiseCasts
 
 
 def describe(recipe: Recipe, unit: Callable[[Role, Axis], str]) -> str:

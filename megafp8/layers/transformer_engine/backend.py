@@ -1,11 +1,12 @@
 """The TransformerEngine implementation of the layer backend."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import transformer_engine.pytorch as te
-from torch import nn
+from torch import Tensor, nn
 
 from megafp8.config.user_buffers import UserBufferOptions
 from megafp8.layers.backend import CoreOptions, LayerContext, LinearOptions, NormOptions
@@ -87,6 +88,12 @@ class TransformerEngineBackend:
             return TeCore(context, options, self._recipe)
         assert not options.fp8
         return SdpaCore(options)
+
+    def fused_mlp(
+        self, fc1: nn.Module, fc2: nn.Module, swiglu: bool
+    ) -> Callable[[Tensor, Any, Any], Tensor] | None:
+        """See `Backend.fused_mlp`; none here."""
+        return None
 
     def scope(self) -> AbstractContextManager[Any]:
         """The one enabled autocast around a stage's forward; BF16 layers nest a disabled one."""

@@ -19,18 +19,20 @@ class DeferredWeightStore(WeightGradStore):
 
     Args:
         deferred: queue of the stage.
-        weight: the DTensor that takes the gradients.
+        weight: gives the DTensor that takes the gradients; asked in each backward, since FSDP2 puts
+            another one into the module than it was built with.
     """
 
-    def __init__(self, deferred: DeferredWeightGradients, weight: Any) -> None:
+    def __init__(self, deferred: DeferredWeightGradients, weight: Callable[[], Any]) -> None:
         super().__init__(delay_wgrad_compute=True)
         self._deferred, self._weight = deferred, weight
 
     def put(self, tensor_list: list[Any], func: Callable[..., tuple[Tensor, Any]]) -> None:
         """Queue `func(*tensor_list)`, whose first result is the gradient [n, k]."""
+        weight = self._weight()
 
         @torch.no_grad()
         def accumulate() -> None:
-            accumulate_gradient(self._weight, func(*tensor_list)[0])
+            accumulate_gradient(weight, func(*tensor_list)[0])
 
         self._deferred.queue.append(accumulate)

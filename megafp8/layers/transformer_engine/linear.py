@@ -45,7 +45,7 @@ class LinearParameters(RegistryQuantizers):
         if options.bias:
             self.bias = context.factory(f"{options.name}.bias")
         if context.deferred is not None:
-            self.wgrad_store = DeferredWeightStore(context.deferred, self.weight)
+            self.wgrad_store = DeferredWeightStore(context.deferred, lambda: self.weight)
         assert context.registry is not None or not options.fp8
         self.attach(options.name, context.registry if options.fp8 else None, recipe, SLOTS)
         self._kept: KeptWeight | None = None

@@ -1,0 +1,110 @@
+"""Activation bytes that one block keeps for backward, by precision and recompute mode.
+
+    python bench/memory.py [--hidden 1024] [--ffn 3584] [--heads 8] [--groups 2] [--seq 512]
+
+Counts what autograd saves in the forward pass of one Llama-like block: every storage once, without
+parameters. Nothing is timed, so the machine does not matter; the attention core is torch's SDPA,
+whose flash kernels save the same tensors on CPU and GPU.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megafp8.launch.gpu_model import KEY, Sizes, light_block, single_layout
+from megafp8.numerics import Recipe
+from megafp8.numerics.kernels import EAGER
+from megafp8.parallel.mesh import Mesh, build_mesh
+from megafp8.parallel.startup import start, stop
+
+MODES = (None, "selective", "full")
+
+
+def recipes() -> dict[str, Recipe | None]:
+    """BF16 (no recipe), and one recipe of each kind."""
+    from megafp8.numerics import E4M3
+
+    return {
+        "bf16": None,
+        "fp8 delayed": Recipe(),
+        "fp8 mxfp8": Recipe(name="mxfp8", power_of_2_scales=True, gradient_format=E4M3),
+    }
+
+
+def saved_bytes(call: Callable[[], Tensor], parameters: list[nn.Parameter]) -> int:
+    """Run a forward pass and return the bytes of the storages that autograd keeps of it."""
+    own = {_address(parameter) for parameter in parameters}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _address(tensor) not in own:
+            kept[_address(tensor)] = tensor  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = call()
+    assert result.requires_grad, "nothing is differentiated"
+    return sum(_plain(tensor).untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _address(tensor: Tensor) -> int:
+    return _plain(tensor.detach()).untyped_storage().data_ptr()
+
+
+def block_bytes(sizes: Sizes, mesh: Mesh, recipe: Recipe | None, mode: str | None) -> int:
+    """Activation bytes of one block."""
+    block, _ = light_block(sizes, mesh, recipe, EAGER, mode)
+    x = torch.randn(sizes.seq, sizes.batch, sizes.hidden).bfloat16().requires_grad_(True)
+    return saved_bytes(lambda: block(x, KEY), list(block.parameters()))
+
+
+def linear_bytes(sizes: Sizes, mesh: Mesh, recipe: Recipe | None) -> int:
+    """Activation bytes of the four linears of a block alone."""
+    block, _ = light_block(sizes, mesh, recipe, EAGER)
+    total = 0
+    for name, (inner, _) in sizes.linears.items():
+        part = block.mlp if "fc" in name else block.self_attention
+        linear = getattr(part, name)
+        x = torch.randn(sizes.seq, sizes.batch, inner).bfloat16().requires_grad_(True)
+        total += saved_bytes(lambda layer=linear, x=x: layer(x), list(linear.parameters()))
+    return total
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for name, default in (("hidden", 1024), ("ffn", 3584), ("heads", 8), ("groups", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--seq", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=1)
+    sizes = Sizes(**vars(parser.parse_args()))
+    mesh = build_mesh(single_layout(), start(0, 1, 0, "gloo"))
+    unit = sizes.tokens * sizes.hidden
+    base: dict[str, int] = {}
+    print(f"{sizes}")
+    print("bytes a token and hidden channel (share of BF16 in the same mode)")
+    print(
+        "| | " + " | ".join(["linears", *(f"recompute {mode or 'none'}" for mode in MODES)]) + " |"
+    )
+    print("|---" * (len(MODES) + 2) + "|")
+    for name, recipe in recipes().items():
+        cells = {"linears": linear_bytes(sizes, mesh, recipe)}
+        cells |= {str(mode): block_bytes(sizes, mesh, recipe, mode) for mode in MODES}
+        base = base or cells
+        shown = [f"{cells[key] / unit:.2f} ({cells[key] / base[key]:.2f})" for key in cells]
+        print(f"| {name} | " + " | ".join(shown) + " |")
+    stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""What a conversion refuses: one line with the name, and nothing under the target's name."""
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megafp8.checkpoint.convert import safetensors_files
+from megafp8.checkpoint.convert.native import open_native
+from megafp8.checkpoint.streaming import TensorReader
+from megafp8.errors import CheckpointError
+from tests.checkpoint.converted import run_convert
+from tests.checkpoint.hand_made import HIDDEN, VOCAB, make_folder, weights
+
+ROOT = Path(__file__).resolve().parents[2]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def refused(folder: Path, match: str, target: str = "megafp8", **options: Any) -> None:
+    """Converting raises one line, and leaves nothing beside the source."""
+    before = sorted(folder.parent.iterdir())
+    with pytest.raises(CheckpointError, match=match) as caught:
+        run_convert("hf", target, folder, folder.parent / "out", **options)
+    assert "\n" not in str(caught.value)
+    assert sorted(folder.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"model_type": "mixtral"}, "model_type is 'mixtral'; allowed: llama, mistral, qwen2"),
+        ({"model_type": None}, "model_type is missing"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; allowed: silu"),
+        ({"rope_scaling": YARN}, "rope_scaling is .*yarn.*; allowed: rope_type default, or llama3"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling is .*dynamic"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling is .*; allowed: no factor without"),
+        ({"rope_theta": "many"}, "rope_theta is 'many'; allowed: a number"),
+        ({"num_local_experts": 8}, "unknown fields .*num_local_experts = 8"),
+        ({"mlp_bias": "yes"}, "mlp_bias is 'yes'; allowed: true or false"),
+        ({"attention_bias": True}, "4 missing|6 missing|8 missing"),
+        ({"pretraining_tp": 2}, "pretraining_tp is 2"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; allowed: 1.0"),
+        ({"sliding_window": 16}, "sliding_window is 16; allowed: None"),
+        ({"num_key_value_heads": 3}, "num_query_groups 3"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True; allowed: a positive whole"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is true, but lm_head.weight differs"),
+        ({"vocab_size": 96}, "has shape .*100, 160.*, expected .*96, 160"),
+        (
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "sliding_window": 4,
+                "max_window_layers": 1,
+            },
+            "max_window_layers is 1; allowed: 0, or 2 and more",
+        ),
+    ],
+)
+def test_a_config_that_is_not_supported(
+    tmp_path: Path, changes: dict[str, Any], match: str
+) -> None:
+    refused(make_folder(tmp_path / "in", **changes), match)
+
+
+def test_an_unknown_field_can_be_ignored_by_name(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "in", surprising_flag=3)
+    refused(folder, "surprising_flag = 3; give --ignore-config-field")
+    run_convert(
+        "hf", "megafp8", folder, tmp_path / "out", ignore_config_fields=("surprising_flag",)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "match"),
+    [
+        ("lm_head.weight", None, "tie_word_embeddings is false and lm_head.weight is missing"),
+        ("model.layers.1.mlp.up_proj.weight", None, "1 missing: model.layers.1.mlp.up_proj"),
+        ("model.layers.0.mlp.router.weight", (4, 4), "1 unknown: model.layers.0.mlp.router"),
+        ("model.norm.weight", (HIDDEN + 1,), "model.norm.weight has shape .*161.*, expected .*160"),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    tmp_path: Path, name: str, shape: tuple[int, ...] | None, match: str
+) -> None:
+    tensors = weights()
+    tensors.pop(name, None)
+    if shape is not None:
+        tensors[name] = torch.zeros(shape)
+    refused(make_folder(tmp_path / "in", tensors), match)
+
+
+def test_shards_and_their_index(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "in", shards=3)
+    index = folder / "model.safetensors.index.json"
+    whole = index.read_text()
+    names = json.loads(whole)["weight_map"]
+    index.write_text(json.dumps({"weight_map": {k: names[k] for k in list(names)[1:]}}))
+    refused(folder, f"does not name {next(iter(names))}")
+    other = {**names, "model.norm.weight": "model-00001-of-00003.safetensors"}
+    index.write_text(json.dumps({"weight_map": other}))
+    refused(folder, "lacks model.norm.weight, which|does not name model.norm.weight")
+    index.write_text(json.dumps({"weight_map": {**names, "x": "../../etc/passwd"}}))
+    refused(folder, "x is in '../../etc/passwd', no name of a file")
+    index.write_text("{")
+    refused(folder, "index.json is not valid JSON")
+    index.write_text(whole)
+    shard = folder / "model-00002-of-00003.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[: len(content) // 2])
+    refused(folder, "model-00002-of-00003.safetensors is no whole safetensors file")
+    shard.write_bytes(b"\xff" * 40)
+    refused(folder, "model-00002-of-00003.safetensors is no whole safetensors file")
+    shard.unlink()
+    refused(folder, "names model-00002-of-00003.safetensors for .*, and that file is missing")
+    index.unlink()
+    refused(folder, "holds neither model.safetensors nor model.safetensors.index.json")
+
+
+def test_equal_head_of_a_tied_model_is_no_second_tensor(tmp_path: Path) -> None:
+    tensors = weights()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    folder = make_folder(tmp_path / "in", tensors, tie_word_embeddings=True)
+    run_convert("hf", "hf", folder, tmp_path / "out")
+    back = load_file(tmp_path / "out/model.safetensors")
+    assert back.keys() == tensors.keys() - {"lm_head.weight"}
+
+
+def test_an_untied_model_with_equal_tables_stays_untied(tmp_path: Path) -> None:
+    tensors = weights()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    folder = make_folder(tmp_path / "in", tensors)
+    run_convert("hf", "megafp8", folder, tmp_path / "ours")
+    run_convert("megafp8", "hf", tmp_path / "ours", tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors").keys() == tensors.keys()
+
+
+def test_an_existing_folder_is_never_touched(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    refused(folder, "out exists; give a new folder, nothing is overwritten")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("target", ["megafp8", "hf", "megatron"])
+def test_a_full_disk_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    folder = make_folder(tmp_path / "in")
+    calls = []
+
+    def fail(*args: Any) -> None:
+        calls.append(args)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    refused(folder, "No space left on device", target=target)
+    assert calls
+
+
+def test_values_beyond_a_dtype_are_refused(tmp_path: Path) -> None:
+    tensors = weights()
+    tensors["model.norm.weight"][3] = 1e6
+    folder = make_folder(tmp_path / "in", tensors)
+    refused(folder, "beyond the range of torch.float16", target="hf", dtype="fp16")
+    refused(folder, "--dtype bf16: megafp8 stores fp32 masters", dtype="bf16")
+
+
+def test_a_write_that_changes_a_value_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path / "in")
+    original = safetensors_files.SafetensorsWriter.write
+
+    def flip(self: Any, name: str, tensor: torch.Tensor) -> None:
+        if name == "model.norm.weight":
+            tensor = tensor.clone()
+            tensor[0] += 1
+        original(self, name, tensor)
+
+    monkeypatch.setattr(safetensors_files.SafetensorsWriter, "write", flip)
+    refused(folder, "1 of 15 parameters differ: decoder.final_layernorm.weight", target="hf")
+
+
+def test_padding_is_zero_on_import_and_stripped_on_export(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "in")
+    run_convert("hf", "megafp8", folder, tmp_path / "ours", make_vocab_size_divisible_by=64)
+    view = open_native(tmp_path / "ours")
+    table = view.read("embedding.word_embeddings.weight")
+    assert table.shape == (128, HIDDEN) and not table[VOCAB:].any() and table[:VOCAB].any()
+    again = run_convert(
+        "megafp8", "megafp8", tmp_path / "ours", tmp_path / "less", make_vocab_size_divisible_by=4
+    )
+    assert "with" not in again[0].rpartition("parameters")[2]
+    run_convert("megafp8", "hf", tmp_path / "less", tmp_path / "out")
+    back, source = load_file(tmp_path / "out/model.safetensors"), weights()
+    assert back.keys() == source.keys()
+    assert all(torch.equal(back[name], source[name]) for name in source)
+
+
+def anonymous_memory() -> int:
+    """Bytes of this process that are no pages of files."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_memory_does_not_grow_with_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = weights()
+    for layer in range(2, 100):
+        for name in [name for name in tensors if name.startswith("model.layers.1.")]:
+            tensors[name.replace("layers.1.", f"layers.{layer}.")] = tensors[name].clone()
+    make_folder(tmp_path / "in", tensors, num_hidden_layers=100)
+    total = sum(value.nbytes for value in tensors.values())
+    del tensors
+    peaks: list[int] = []
+    for owner in (safetensors_files.SafetensorsFolder, TensorReader):
+        read = owner.read
+
+        def sampled(self: Any, name: str, read: Any = read) -> torch.Tensor:
+            peaks.append(anonymous_memory())
+            return read(self, name)
+
+        monkeypatch.setattr(owner, "read", sampled)
+    before = anonymous_memory()
+    run_convert("hf", "megafp8", tmp_path / "in", tmp_path / "ours")
+    run_convert("megafp8", "hf", tmp_path / "ours", tmp_path / "out")
+    assert total > 60e6 and len(peaks) > 2000
+    assert max(peaks) - before < total / 3
+
+
+def test_the_tool_s_exit_code(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "in", hidden_act="relu")
+    flags = ("--from", "hf", "--to", "hf", "--load", str(folder), "--save", str(tmp_path / "out"))
+    command = [sys.executable, str(ROOT / "tools/convert_checkpoint.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and "hidden_act is 'relu'; allowed: silu" in line
+
+
+def test_bin_files_are_named_in_the_refusal(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "in")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused(folder, "found pytorch_model.bin; pickled weights are not read")
+    save_file({"x": torch.ones(2, dtype=torch.int64)}, folder / "model.safetensors")
+    refused(folder, "x is I64, allowed F32")

@@ -1,0 +1,159 @@
+"""FP8 folders: names, factors and values, decoded here by hand."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megafp8.checkpoint.convert.hf import Written
+from megafp8.checkpoint.convert.native import open_native, write_native
+from megafp8.checkpoint.convert.view import Checksums
+from megafp8.errors import CheckpointError
+from tests.checkpoint.converted import run_convert
+from tests.checkpoint.hand_made import CONFIG, make_folder, weights
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def decoded(codes: Tensor, factor: Tensor) -> Tensor:
+    assert codes.dtype == torch.float8_e4m3fn and factor.dtype == torch.float32
+    return codes.float() * factor
+
+
+def close(found: Tensor, wanted: Tensor, factor: Tensor) -> None:
+    """E4M3 has 3 bits of mantissa; below 2^-6 its steps are 2^-9."""
+    bound = torch.maximum(wanted.abs() / 16, factor * 2.0**-10) * (1 + 1e-5)
+    assert ((found - wanted).abs() <= bound).all()
+    assert not torch.equal(found, wanted)
+
+
+def is_linear(name: str) -> bool:
+    return name.removesuffix(".weight").endswith(LINEARS)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A checkpoint of ours with scale state for all linears but those of layer 0's attention."""
+    run_convert("hf", "megafp8", make_folder(tmp_path / "in"), tmp_path / "plain")
+    view = open_native(tmp_path / "plain")
+    scales: dict[str, Tensor] = {}
+    for spec in view.shape.parameters():
+        module = spec.name.removesuffix(".weight")
+        if spec.kind == "linear" and module != "decoder.layers.0.self_attention.linear_qkv":
+            # A power of two that wastes some range; one too large, which would saturate.
+            value = 1e9 if module.endswith("1.mlp.linear_fc2") else 512.0
+            scales[f"fp8.{module}.weight.scale"] = torch.tensor(value)
+            scales[f"fp8.{module}.input.scale"] = torch.tensor(16.0 + (spec.layer or 0))
+            scales[f"fp8.{module}.input.amax_history"] = torch.arange(4.0)
+    view = dataclasses.replace(
+        view, scales=frozenset(scales), read_scale=lambda name: scales[name].clone()
+    )
+    target = tmp_path / "ours"
+    target.mkdir()
+    write_native(view, target, target, lambda count: None, Written(Checksums(view.shape)))
+    return target
+
+
+def test_dynamic(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "in")
+    lines = run_convert("hf", "hf", folder, tmp_path / "out", fp8="dynamic", dtype="bf16")
+    assert lines[-1].startswith("verified: 14 FP8 weights decode to the source")
+    found, source = load_file(tmp_path / "out/model.safetensors"), weights()
+    assert found.keys() == source.keys() | {f"{n}_scale" for n in source if is_linear(n)}
+    for name, value in source.items():
+        if is_linear(name):
+            factor = found[f"{name}_scale"]
+            assert factor.shape == ()
+            close(decoded(found[name], factor), value, factor)
+        else:
+            assert torch.equal(found[name], value.bfloat16())
+    q, k, v = (found[f"model.layers.0.self_attn.{p}_proj.weight_scale"] for p in "qkv")
+    assert q == k == v  # one tensor of ours, so that engines fuse them without a change
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["quantization_config"] == {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "ignored_layers": ["lm_head"],
+        "modules_to_not_convert": ["lm_head"],
+    }
+
+
+def test_blockwise(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "in")
+    run_convert("hf", "hf", folder, tmp_path / "out", fp8="blockwise", max_shard_size="100kB")
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    found = {
+        name: value
+        for file in set(index["weight_map"].values())
+        for name, value in load_file(tmp_path / "out" / file).items()
+    }
+    assert found.keys() == index["weight_map"].keys()
+    for name, value in weights().items():
+        if not is_linear(name):
+            continue
+        factors = found[f"{name}_scale_inv"]
+        rows, columns = value.shape
+        assert factors.shape == (-(-rows // 128), -(-columns // 128))
+        for i in range(factors.shape[0]):
+            for j in range(factors.shape[1]):
+                area = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+                close(decoded(found[name][area], factors[i, j]), value[area], factors[i, j])
+                # Each block uses the whole range of its format.
+                assert found[name][area].float().abs().max() == 448
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert config["weight_block_size"] == [128, 128] and config["activation_scheme"] == "dynamic"
+
+
+def test_static_takes_the_checkpoint_s_scales(trained: Path, tmp_path: Path) -> None:
+    run_convert("megafp8", "hf", trained, tmp_path / "out", fp8="static")
+    found, source = load_file(tmp_path / "out/model.safetensors"), weights()
+    for name, value in source.items():
+        module = name.removesuffix(".weight")
+        layer = 1 if ".layers.1." in name else 0
+        if not is_linear(name) or (layer == 0 and module.endswith(("q_proj", "k_proj", "v_proj"))):
+            assert torch.equal(found[name], value)
+            assert f"{module}.input_scale" not in found
+            continue
+        factor = found[f"{module}.weight_scale"]
+        if module.endswith("1.mlp.down_proj"):
+            # The stored one would saturate.
+            assert torch.isclose(factor, value.abs().max() / 448, rtol=1e-6)
+        else:
+            assert factor == 1 / 512.0
+        assert found[f"{module}.input_scale"] == 1 / torch.tensor(16.0 + layer)
+        close(decoded(found[name], factor), value, factor)
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert config["activation_scheme"] == "static"
+    assert config["ignored_layers"] == [
+        "lm_head",
+        *(f"model.layers.0.self_attn.{part}_proj" for part in "qkv"),
+    ]
+
+
+def test_scales_beside_the_weights(trained: Path, tmp_path: Path) -> None:
+    run_convert("megafp8", "hf", trained, tmp_path / "out", fp8="scales")
+    found = load_file(tmp_path / "out/fp8_scales.safetensors")
+    view = open_native(trained)
+    assert view.read_scale is not None and found.keys() == view.scales
+    assert all(torch.equal(found[name], view.read_scale(name)) for name in found)
+    plain = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(plain[name], value) for name, value in weights().items())
+
+
+def test_what_cannot_be_fp8_is_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "in")
+    for mode, target, match in (
+        ("static", "hf", "holds no FP8 scale state of inputs"),
+        ("scales", "hf", "holds no FP8 scale state"),
+        ("dynamic", "megafp8", "--fp8 dynamic is for --to hf"),
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            run_convert("hf", target, folder, tmp_path / "out", fp8=mode)
+    run_convert("hf", "hf", folder, tmp_path / "baked", fp8="dynamic")
+    with pytest.raises(CheckpointError, match="quantization_config is"):
+        run_convert("hf", "megafp8", tmp_path / "baked", tmp_path / "out")
+    assert not (tmp_path / "out").exists() and CONFIG["model_type"] == "llama"

@@ -1,0 +1,130 @@
+"""A tensor inside a `torch.save` archive, seen where it lies; whatever is not one is left alone."""
+
+import io
+import pickle
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megafp8.checkpoint import load_tensors, save_checkpoint
+from megafp8.checkpoint.tensor_file import view_tensor
+from tests.checkpoint.sharded import record
+
+
+def archive(value: object) -> memoryview:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return memoryview(bytearray(stream.getvalue()))
+
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_of_a_plain_tensor(dtype: torch.dtype) -> None:
+    value = torch.arange(24).reshape(2, 3, 4).to(dtype)
+    seen = view_tensor(archive(value))
+    assert seen is not None and seen.dtype == dtype and torch.equal(seen, value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.arange(12.0)[3:7],
+        torch.arange(12.0)[::5],
+        torch.tensor(3.5),
+        torch.zeros(0, 4),
+        torch.ones(1).expand(5),
+    ],
+    ids=["transposed", "part", "steps", "scalar", "empty", "expanded"],
+)
+def test_any_strides(value: Tensor) -> None:
+    seen = view_tensor(archive(value))
+    assert seen is not None and torch.equal(seen, value)
+
+
+def test_nothing_is_copied() -> None:
+    memory = archive(torch.arange(4.0))
+    seen = view_tensor(memory)
+    assert seen is not None
+    start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    assert start < seen.data_ptr() < start + len(memory)
+
+
+@pytest.mark.parametrize(
+    "value", [{"a": torch.ones(2)}, [1, 2], "text", torch.ones(2).to(torch.float8_e4m3fn)]
+)
+def test_anything_else_is_for_torch_load(value: object) -> None:
+    assert view_tensor(archive(value)) is None
+
+
+def with_pickle(content: bytes) -> memoryview:
+    """An archive of a tensor with another description."""
+    source, target = zipfile.ZipFile(io.BytesIO(archive(torch.ones(4)))), io.BytesIO()
+    with zipfile.ZipFile(target, "w") as files:
+        for name in source.namelist():
+            files.writestr(name, content if name.endswith("data.pkl") else source.read(name))
+    return memoryview(bytearray(target.getvalue()))
+
+
+def description(count: int = 4, offset: int = 0, size: int = 4, stride: int = 1) -> bytes:
+    """A pickle as torch writes it, with any numbers."""
+
+    class Writer(pickle.Pickler):
+        def persistent_id(self, obj: object) -> object:
+            return ("storage", torch.FloatStorage, "0", "cpu", count) if obj == "s" else None
+
+    class Plain:
+        def __reduce__(self) -> tuple[object, ...]:
+            arguments = ("s", offset, (size,), (stride,), False, {})
+            return torch._utils._rebuild_tensor_v2, arguments
+
+    stream = io.BytesIO()
+    Writer(stream, protocol=2).dump(Plain())
+    return stream.getvalue()
+
+
+def test_descriptions_that_reach_outside_are_not_followed() -> None:
+    good = view_tensor(with_pickle(description()))
+    assert good is not None and torch.equal(good, torch.ones(4))
+    for bad in (
+        description(count=400, size=400),
+        description(size=5),
+        description(offset=1),
+        description(offset=-1),
+        description(stride=2),
+        description(stride=-1),
+    ):
+        assert view_tensor(with_pickle(bad)) is None
+
+
+def test_a_description_runs_nothing(tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+    content = f"cos\nmkdir\n(S'{proof}'\ntR.".encode()
+    assert view_tensor(with_pickle(content)) is None
+    assert not proof.exists()
+    pickle.loads(content)  # it would have
+    assert proof.is_dir()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"no archive" * 50])
+def test_damage_is_no_tensor(content: bytes) -> None:
+    assert view_tensor(memoryview(bytearray(content))) is None
+    whole = archive(torch.ones(4))
+    assert view_tensor(whole[: len(whole) // 2]) is None
+
+
+def test_float8_goes_through_a_checkpoint_all_the_same(tmp_path: Path) -> None:
+    value = torch.arange(8.0).to(torch.float8_e4m3fn)
+    path = save_checkpoint(tmp_path, 1, {"w": value, "v": torch.ones(2)}, record(1))
+    blank = {"w": torch.zeros_like(value), "v": torch.zeros(2)}
+    load_tensors(path, blank)
+    assert torch.equal(blank["w"].view(torch.uint8), value.view(torch.uint8))
+    assert torch.equal(blank["v"], torch.ones(2))

@@ -1,0 +1,57 @@
+"""What a block keeps for its backward pass, counted by bench/memory.py."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megafp8.launch.gpu_model import Sizes, single_layout
+from megafp8.numerics import Recipe
+from megafp8.parallel import build_mesh
+from tests.model.small import world
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+SIZES = Sizes(hidden=128, ffn=448, heads=8, groups=2, seq=128, batch=1)
+UNIT = SIZES.tokens * SIZES.hidden
+
+
+@pytest.fixture(scope="module")
+def memory() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "bench" / "memory.py"
+    spec = importlib.util.spec_from_file_location("bench_memory", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_fp8_linears_keep_half_of_what_bf16_keeps(memory: ModuleType) -> None:
+    mesh = build_mesh(single_layout(), world())
+    found = {name: memory.linear_bytes(SIZES, mesh, recipe) for name, recipe in _recipes(memory)}
+    inputs = sum(inner for inner, _ in SIZES.linears.values())
+    assert found["bf16"] == 2 * SIZES.tokens * inputs
+    assert found["fp8 delayed"] == SIZES.tokens * inputs, "one byte, and one copy"
+    assert found["fp8 mxfp8"] <= 0.55 * found["bf16"], "and a scale for 32 of them"
+
+
+def _recipes(memory: ModuleType) -> list[tuple[str, Recipe | None]]:
+    return list(memory.recipes().items())
+
+
+def test_block_keeps_less_in_fp8_and_under_recompute(memory: ModuleType) -> None:
+    mesh = build_mesh(single_layout(), world())
+    kept = {
+        (name, mode): memory.block_bytes(SIZES, mesh, recipe, mode)
+        for name, recipe in _recipes(memory)
+        for mode in memory.MODES
+    }
+    # Inputs of linears in one byte instead of two. Without recompute the attention core keeps its
+    # result in BF16 anyway, which a BF16 linear_proj shares and an FP8 one does not.
+    h, f = SIZES.hidden, SIZES.ffn
+    saved = {mode: kept["bf16", mode] - kept["fp8 delayed", mode] for mode in memory.MODES}
+    assert saved[None] == SIZES.tokens * (h + f)
+    assert saved["selective"] == SIZES.tokens * (3 * h + f)
+    for name in ("bf16", "fp8 delayed", "fp8 mxfp8"):
+        assert kept[name, "selective"] < kept[name, None]
+        assert kept[name, "full"] == 2 * UNIT, "the block's input alone"

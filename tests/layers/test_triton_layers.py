@@ -1,0 +1,52 @@
+"""The layers with Triton kernels, in the interpreter, and the FP8 step's freedom from syncs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megafp8.layers.native.linear import Fp8Linear
+from megafp8.numerics import gemm
+from tests.layers.test_fp8_linear import IN, OUT, TOKENS, make_linear
+from tests.numerics.test_triton_kernels import needs_triton, run_interpreted
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@needs_triton
+def test_layers_match_the_separate_operations() -> None:
+    cases = Path(__file__).parent / "triton_layer_cases.py"
+    found = run_interpreted(["-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)])
+    assert " passed" in found and "skipped" not in found
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_no_host_sync_in_a_step_of_a_linear(monkeypatch: pytest.MonkeyPatch, cache: bool) -> None:
+    """On the meta device no value exists: whatever asks for one (item, cpu, float) raises."""
+    monkeypatch.setattr(gemm, "native", lambda a, b: True)
+    linear, context = make_linear(cache=cache, fp8_weight_amax="cast")
+    assert isinstance(linear, Fp8Linear)
+    registry = context.registry
+    assert registry is not None
+    for name in ("scale", "scale_inv", "pending_amax", "amax_history", "nonfinite"):
+        setattr(registry, name, getattr(registry, name).to("meta"))
+    registry.frozen_steps, registry._fp8_max = registry.frozen_steps.to("meta"), registry.scale
+    registry._scale_views = registry.scale.unbind()
+    registry._scale_inv_views = registry.scale_inv.unbind()
+    registry._pending_views = registry.pending_amax.unbind()
+    operands = linear.operands
+    weight = torch.empty(OUT, IN, dtype=torch.bfloat16, device="meta")
+    x = torch.empty(TOKENS, IN, dtype=torch.bfloat16, device="meta")
+    dy = torch.empty(TOKENS, OUT, dtype=torch.bfloat16, device="meta")
+    _, x8 = operands.enter("input", x, False)
+    y = operands.fprop(x8, operands.weight(weight, "fprop"))
+    _, dy8 = operands.enter("grad_output", dy, False)
+    dx = operands.dgrad(dy8, operands.weight(weight, "dgrad"))
+    operands.wgrad_dtype = torch.float32
+    dw = operands.wgrad(dy8, x8)
+    registry.update()
+    assert (y.shape, dx.shape, dw.shape) == ((TOKENS, OUT), (TOKENS, IN), (OUT, IN))
+    assert dw.dtype == torch.float32 and y.is_meta and dx.is_meta and dw.is_meta
+    with pytest.raises(RuntimeError):
+        Tensor.item(registry.scale[0])
