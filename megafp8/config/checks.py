@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megafp8.config.backend import attention_refusals, transformer_engine_refusal
+from megafp8.config.idle_flags import idle_flags, spelled
 from megafp8.config.layout import chunks_per_rank, ramp_sizes
 from megafp8.config.user_buffers import user_buffer_problems
 from megafp8.errors import ConfigurationError
@@ -205,6 +206,7 @@ def _precision(config: RunConfig) -> Iterator[str]:
     precision = config.precision
     if precision.precision == "auto":
         yield from _auto_contradictions(config)
+        yield from idle_flags(precision)
         return  # the rest is checked when a device has decided (config.hardware)
     if config.model.transformer_impl == "transformer_engine":
         refusal = transformer_engine_refusal(config)
@@ -240,6 +242,7 @@ def _precision(config: RunConfig) -> Iterator[str]:
                 f"num_layers_at_start_in_bf16 {start} + num_layers_at_end_in_bf16 {end} > "
                 f"num_layers {config.model.num_layers}"
             )
+    yield from idle_flags(precision)
 
 
 def _auto_contradictions(config: RunConfig) -> Iterator[str]:
@@ -283,7 +286,7 @@ def _recipe(config: RunConfig) -> Iterator[str]:
         value, default = getattr(precision, field), type(precision).model_fields[field].default
         if value != default:
             yield (
-                f"--{field.replace('_', '-')} {value} is for --fp8-recipe delayed; {name} finds "
+                f"{spelled(field, value)} is for --fp8-recipe delayed; {name} finds "
                 "its scales in each tensor and keeps none"
             )
 
@@ -302,19 +305,8 @@ DELAYED_ONLY = (
 
 
 def _fp8_wires(config: RunConfig) -> Iterator[str]:
-    """FP8 on the wire. `--fp8-format none`, which turns a preset's FP8 off, turns these off too."""
+    """FP8 on the wire."""
     precision = config.precision
-    asked = [
-        flag
-        for flag, wanted in (
-            ("--fp8-tp-comm all", precision.fp8_tp_comm == "all"),
-            ("--fp8-param-gather", precision.fp8_param_gather),
-            ("--fp8-grad-reduce", precision.fp8_grad_reduce),
-        )
-        if wanted
-    ]
-    if asked and precision.fp8_format is None:
-        yield f"{asked[0]} needs --fp8-format hybrid; without FP8 linears nothing travels as FP8"
     if precision.fp8_grad_error_feedback and not precision.fp8_grad_reduce:
         yield "--fp8-grad-error-feedback needs --fp8-grad-reduce, whose losses it carries over"
     if not (precision.fp8 and precision.fp8_param_gather):

@@ -132,7 +132,9 @@ def for_hardware(config: RunConfig, hardware: Hardware) -> tuple[RunConfig, Prec
         if recipe == "mxfp8" and config.precision.fp8_format == "hybrid":
             recipe, reason = "delayed", "mxfp8 is E4M3 in both directions, and hybrid is asked for"
         taken = {"fp8_recipe": recipe}
-    section = config.precision.model_copy(update={"precision": None, **taken})
+    # On a device without FP8 its flags have nothing to do: off by decision, not by oversight.
+    fp8_off = {} if config.precision.fp8 else {"fp8_format": "none"}
+    section = config.precision.model_copy(update={"precision": None, **fp8_off, **taken})
     resolved = config.model_copy(update={"precision": section})
     shown = taken or {"fp32": True}
     choice = PrecisionChoice(asked, str(hardware), shown, reason)

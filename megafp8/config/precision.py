@@ -49,8 +49,11 @@ class PrecisionConfig(Section):
         description="max, most_recent, quantile:Q, trimmed_max:K or ema:B (Megatron's default is "
         "most_recent; this is TE's)",
     )
-    fp8_scale_cap: PositiveFloat | None = Field(
-        default=None, description="no scale of --fp8-recipe delayed goes above it"
+    fp8_scale_cap: float | None = Field(
+        default=None,
+        ge=2.0**-126,  # a scale's inverse has to be finite
+        le=2.0**127,
+        description="no scale of --fp8-recipe delayed goes above it",
     )
     fp8_power_of_2_scales: bool | None = Field(
         default=None,
@@ -139,12 +142,13 @@ class PrecisionConfig(Section):
             value = -1.0  # in none of the ranges below
         if kind == "quantile" and 0 <= value <= 1:
             return name
-        if kind == "trimmed_max" and argument.isdecimal() and argument.isascii():
+        if kind == "trimmed_max" and argument.isdecimal() and argument.isascii() and value < 2**31:
             return name
         if kind == "ema" and 0 <= value < 1:
             return name
         raise ValueError(
-            "max, most_recent, quantile:Q with 0 <= Q <= 1, trimmed_max:K with an integer K >= 0, "
+            "max, most_recent, quantile:Q with 0 <= Q <= 1, trimmed_max:K with an integer K >= 0 "
+            "and below 2**31, "
             "or ema:B with 0 <= B < 1"
         )
 

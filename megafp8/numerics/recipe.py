@@ -107,8 +107,11 @@ class Recipe:
             raise PrecisionError(
                 "forward_format e5m2 is not supported: no GEMM takes two e5m2 operands; use e4m3"
             )
-        if self.scale_cap is not None and not 0.0 < self.scale_cap < math.inf:
-            raise PrecisionError(f"scale_cap {self.scale_cap!r} is not a positive number")
+        if self.scale_cap is not None and not 2.0**-126 <= self.scale_cap <= 2.0**127:
+            raise PrecisionError(
+                f"scale_cap {self.scale_cap!r} is not a number in 2**-126..2**127, whose inverse "
+                "is finite in fp32"
+            )
         if self.name == "mxfp8" and not self.power_of_2_scales:
             raise PrecisionError("recipe mxfp8 has power-of-two scales (E8M0); found False")
         parse_amax_algorithm(self.amax_compute_algo)
@@ -151,8 +154,8 @@ def parse_amax_algorithm(text: str) -> AmaxAlgorithm:
         q = _number(text, parameter, "a number in 0..1", lambda v: 0.0 <= v <= 1.0)
         return lambda history: _quantile(history, q)
     if name == "trimmed_max" and colon:
-        allowed = "an integer of at least 0"
-        k = int(_number(text, parameter, allowed, lambda v: v >= 0 and v == int(v)))
+        allowed = "an integer of at least 0 and below 2**31"
+        k = int(_number(text, parameter, allowed, lambda v: 0 <= v < 2**31 and v == int(v)))
         return lambda history: _trimmed_max(history, k)
     if name == "ema" and colon:
         b = _number(text, parameter, "a number in 0..1, 1 excluded", lambda v: 0.0 <= v < 1.0)

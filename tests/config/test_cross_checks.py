@@ -123,7 +123,7 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
             "--fp8-amax-compute-algo ema:0.5 is for --fp8-recipe delayed; rowwise finds its scales",
         ),
         ("--fp8-recipe blockwise --fp8-scale-cap 8", "--fp8-scale-cap 8.0 is for --fp8-recipe del"),
-        ("--fp8-recipe tensorwise --no-fp8-reduce-amax", "--fp8-reduce-amax False is for --fp8-re"),
+        ("--fp8-recipe tensorwise --no-fp8-reduce-amax", "--no-fp8-reduce-amax is for --fp8-re"),
         (
             "--fp8-recipe tensorwise --fp8-amax-window micro-batch",
             "--fp8-amax-window micro-batch",
@@ -228,6 +228,51 @@ def test_contradictions(text: str, fragment: str) -> None:
     assert fragment in error(text)
 
 
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--fp8-recipe mxfp8",
+        "--fp8-recipe auto",
+        "--fp8-margin 2",
+        "--fp8-amax-history-len 16",
+        "--fp8-amax-compute-algo most_recent",
+        "--fp8-scale-cap 8.0",
+        "--fp8-power-of-2-scales",
+        "--fp8-fake-quant",
+        "--fp8-param-gather",
+        "--first-last-layers-bf16",
+        "--no-fp8-wgrad",
+        "--no-fp8-reduce-amax",
+        "--fp8-amax-window micro-batch",
+        "--fp8-nonfinite-amax freeze",
+        "--fp8-weight-amax cast",
+        "--fp8-tp-comm none",
+        "--fp8-grad-reduce",
+        "--fp8-kernels eager",
+    ],
+)
+def test_fp8_flags_need_fp8(flag: str) -> None:
+    for base in ("", "--bf16 ", "--fp16 "):
+        assert f"{flag} needs --fp8-format hybrid or e4m3, found neither" in error(base + flag)
+    load(f"--bf16 --fp8-format none {flag}")
+
+
+def test_counts_of_bf16_layers_need_their_flag() -> None:
+    found = error("--bf16 --fp8-format hybrid --num-layers-at-end-in-bf16 2")
+    assert "--num-layers-at-end-in-bf16 2 needs --first-last-layers-bf16" in found
+
+
+@pytest.mark.parametrize("cap", ["1e-45", "1e39", "0"])
+def test_scale_cap_keeps_inverses_finite(cap: str) -> None:
+    found = error(f"--bf16 --fp8-format hybrid --fp8-scale-cap {cap}")
+    assert "--fp8-scale-cap: found" in found and "allowed" in found
+
+
+def test_trimmed_max_fits_an_index() -> None:
+    found = error(f"--bf16 --fp8-format hybrid --fp8-amax-compute-algo trimmed_max:{10**30}")
+    assert "trimmed_max:K with an integer K >= 0 and below 2**31" in found
+
+
 def test_gathered_codes_need_one_scale() -> None:
     flags = "--bf16 --fp8-format hybrid --no-fp8-reduce-amax --tensor-model-parallel-size 2"
     found = error(f"{flags} --sequence-parallel")
@@ -257,7 +302,10 @@ def test_gathered_codes_need_one_scale() -> None:
         "--bf16 --fp8-format hybrid --no-fp8-reduce-amax --tensor-model-parallel-size 2",
         "--bf16 --fp8-format hybrid --no-fp8-reduce-amax --tensor-model-parallel-size 2 "
         "--sequence-parallel --fp8-tp-comm none",
-        "--first-last-layers-bf16 --num-layers-at-start-in-bf16 0",
+        "--bf16 --fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 0",
+        "--bf16 --fp8-format none --fp8-recipe mxfp8 --no-fp8-wgrad --first-last-layers-bf16",
+        "--precision auto --fp8-tp-comm all --fp8-param-gather --fp8-grad-reduce",
+        "--bf16 --fp8-recipe delayed --fp8-emulate",
         "--recompute-granularity selective",
         "--recompute-granularity full --recompute-num-layers 1",
         "--lr-decay-style WSD --lr-wsd-decay-iters 3",
