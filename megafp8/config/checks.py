@@ -314,7 +314,10 @@ def _fp8_wires(config: RunConfig) -> Iterator[str]:
         if wanted
     ]
     if asked and precision.fp8_format is None:
-        yield f"{asked[0]} needs --fp8-format hybrid; without FP8 linears nothing travels as FP8"
+        yield (
+            f"{asked[0]} needs --fp8-format hybrid or e4m3: without FP8 linears nothing travels "
+            "as FP8"
+        )
     if precision.fp8_grad_error_feedback and not precision.fp8_grad_reduce:
         yield "--fp8-grad-error-feedback needs --fp8-grad-reduce, whose losses it carries over"
     if not (precision.fp8 and precision.fp8_param_gather):
