@@ -55,6 +55,25 @@ _environment_install() {
     echo "${checksum}" >"${stamp}"
 }
 
+# Called by test.sh alone: what tests compare with, see requirements-oracles.txt.
+environment_install_oracles() {
+    local stamp="${REPOSITORY}/.venv/megafp8-oracles" wanted
+    wanted="$(cat "${REPOSITORY}/requirements-oracles.txt" "${REPOSITORY}/requirements-megatron.txt")"
+    if [[ -f "${stamp}" && "$(cat "${stamp}")" == "${wanted}" ]]; then
+        return
+    fi
+    echo "environment: installing requirements-oracles.txt and requirements-megatron.txt" >&2
+    rm -f "${stamp}"
+    if "${VENV_PYTHON}" -m pip install --quiet --disable-pip-version-check \
+        -r "${REPOSITORY}/requirements-oracles.txt" -c "${REPOSITORY}/requirements.txt" >&2 &&
+        "${VENV_PYTHON}" -m pip install --quiet --disable-pip-version-check --no-deps \
+            -r "${REPOSITORY}/requirements-megatron.txt" >&2; then
+        echo "${wanted}" >"${stamp}"
+    else
+        echo "environment: that failed; the tests that compare with them will be skipped" >&2
+    fi
+}
+
 # Called by test.sh alone: TransformerEngine's Python for tests, see requirements-te.txt.
 environment_install_te() {
     local folder="${REPOSITORY}/.venv/te" list="${REPOSITORY}/requirements-te.txt"

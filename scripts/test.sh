@@ -8,6 +8,7 @@ set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "${REPOSITORY}"
+environment_install_oracles
 environment_install_te
 
 "${VENV_PYTHON}" -m ruff check .

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from megafp8.checkpoint.files import METADATA_NAME, crc32_of, iteration_name, remove_directory
 from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry
-from megafp8.checkpoint.save import _commit, _make_temporary
+from megafp8.checkpoint.save import commit, make_temporary
 from megafp8.checkpoint.streaming import (
     BUFFER_BYTES,
     Holding,
@@ -77,7 +77,7 @@ def _write(
     holdings: Sequence[Holding],
     read: Callable[[str], Tensor],
 ) -> dict[str, str]:
-    temporary = _make_temporary(root, final.name)
+    temporary = make_temporary(root, final.name)
     try:
         wanted, files = _fill(temporary, record, holdings, read)
         index = temporary / METADATA_NAME
@@ -90,7 +90,7 @@ def _write(
                 f"{len(lost)} tensors were not conserved: "
                 + ", ".join(f"{name} (crc32 {wanted[name]} -> {found[name]})" for name in lost[:20])
             )
-        _commit(temporary, final, record)
+        commit(temporary, final, record)
     finally:
         if temporary.exists():
             remove_directory(temporary)
@@ -131,7 +131,7 @@ def _fill(
         writer.close()
 
 
-def _read_back(reader: TensorReader) -> Mapping[str, str]:
+def _read_back(reader: TensorReader) -> dict[str, str]:
     def check(name: str) -> tuple[str, str]:
         return name, crc32_of_tensor(reader.read(name))
 

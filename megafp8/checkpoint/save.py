@@ -98,17 +98,17 @@ def write_checkpoint(
         return mine[0].entries
 
     entries = merge_entries(on_all_ranks(step, describe, group), step)
-    temporary = Path(on_first_rank(step, lambda: str(_make_temporary(root, final.name)), group))
+    temporary = Path(on_first_rank(step, lambda: str(make_temporary(root, final.name)), group))
     try:
         written = on_all_ranks(step, _write_shards(temporary, mine[0], step, group), group)
         files = {name: entry for part in written for name, entry in part.items()}
 
-        def commit() -> None:
+        def finish() -> None:
             full = dataclasses.replace(record, tensors=entries, files=dict(sorted(files.items())))
-            _commit(temporary, final, full)
+            commit(temporary, final, full)
             _tidy(final, keep_last)
 
-        on_first_rank(step, commit, group)
+        on_first_rank(step, finish, group)
     except CheckpointError:
         # Every rank has reported by now, so none is still writing.
         if rank == 0 and temporary.exists():
@@ -117,7 +117,8 @@ def write_checkpoint(
     return final
 
 
-def _make_temporary(root: Path, name: str) -> Path:
+def make_temporary(root: Path, name: str) -> Path:
+    """Make the directory in `root` that `commit` will turn into the checkpoint `name`."""
     root.mkdir(parents=True, exist_ok=True)
     temporary = root / f"tmp_{name}.{os.urandom(4).hex()}"
     temporary.mkdir()
@@ -148,8 +149,13 @@ def _write_shards(
     return lambda: dict(writer.entries)
 
 
-def _commit(temporary: Path, final: Path, record: CheckpointRecord) -> None:
-    """Turn a directory with all shards into the checkpoint that `latest` names."""
+def commit(temporary: Path, final: Path, record: CheckpointRecord) -> None:
+    """Turn a directory with all shards into the checkpoint that `latest` names.
+
+    Raises:
+        CheckpointError: a file is not here as it was written.
+        OSError: from the file system.
+    """
     for name, entry in record.files.items():
         seen = (temporary / name).stat().st_size if (temporary / name).exists() else None
         if seen != entry.size:

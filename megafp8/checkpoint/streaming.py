@@ -38,7 +38,7 @@ from megafp8.checkpoint.files import METADATA_NAME
 from megafp8.checkpoint.load import read_record, verify_files
 from megafp8.checkpoint.metadata import CheckpointReader
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
-from megafp8.checkpoint.writing import _ChecksumStream
+from megafp8.checkpoint.writing import ChecksumStream
 from megafp8.errors import CheckpointError
 
 # Bytes of tensors that may be in memory at once; a larger tensor is alone there.
@@ -294,7 +294,7 @@ class LayoutWriter:
             for item in items:
                 self._items[item.index.fqn].append((rank, item))
         ranks = sorted({rank for items in self._items.values() for rank, _ in items})
-        self._files: dict[int, _ChecksumStream] = {}
+        self._files: dict[int, ChecksumStream] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
         self._lanes = [ThreadPoolExecutor(1) for _ in range(min(WORKERS, len(ranks)))]
         self._lane_of = {rank: index % len(self._lanes) for index, rank in enumerate(ranks)}
@@ -326,12 +326,12 @@ class LayoutWriter:
     def _append(self, rank: int, item: WriteItem, tensor: Tensor) -> None:
         name = self._file_name(rank)
         if rank not in self._files:
-            self._files[rank] = _ChecksumStream((self._directory / name).open("xb"))
+            self._files[rank] = ChecksumStream((self._directory / name).open("xb"))
         file, data = self._files[rank], item.tensor_data
         assert data is not None
         box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         start = file.tell()
-        torch.save(_compact(box.of(tensor)), cast(Any, file))
+        torch.save(compact(box.of(tensor)), cast(Any, file))
         self._storage[item.index] = _StorageInfo(name, start, file.tell() - start)
 
     def _finish_file(self, rank: int) -> FileEntry:
@@ -370,7 +370,7 @@ class LayoutWriter:
             file.close()
 
 
-def _compact(part: Tensor) -> Tensor:
+def compact(part: Tensor) -> Tensor:
     """Return a contiguous tensor whose storage is its own values: torch.save stores the storage."""
     part = part.contiguous()
     if part.untyped_storage().nbytes() == part.nbytes:

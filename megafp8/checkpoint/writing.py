@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from megafp8.checkpoint.record import FileEntry
 
 
-class _ChecksumStream:
+class ChecksumStream:
     """A file that is written from start to end; CRC-32 and size of what went through.
 
     Reading a file again only to sum it would cost as much as writing it into the page cache.
@@ -70,7 +70,7 @@ class _ChecksummedFiles(FileSystem):
         """Open a file for DCP."""
         assert mode == "wb", mode
         with Path(path).open("wb") as file:
-            stream = _ChecksumStream(file)
+            stream = ChecksumStream(file)
             yield stream
         self.entries[Path(path).name] = stream.entry()
 

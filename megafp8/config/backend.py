@@ -84,7 +84,7 @@ def _fp8_attention_refusals(config: RunConfig) -> Iterator[str]:
             f"{model.transformer_impl}: the native core has no FP8; allowed with it: none"
         )
     if not precision.fp8:
-        yield f"{asked} needs --fp8-format hybrid: it shares the linears' recipe"
+        yield f"{asked} needs --fp8-format hybrid or e4m3: it shares the linears' recipe"
     elif precision.recipe_name != "delayed":
         yield (
             f"{asked} needs --fp8-recipe delayed, found {precision.recipe_name}: on Hopper cuDNN "

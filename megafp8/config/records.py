@@ -15,14 +15,17 @@ class CheckpointConfig(Section):
     )
     load: str | None = Field(
         default=None,
-        description="folder with `latest`, or one iter_N folder; empty or missing is fresh",
+        description="folder with `latest`, or one iter_N folder; empty or missing: a fresh start",
     )
     save_interval: PositiveInt | None = Field(
         default=None, description="iterations between checkpoints; one more is made at the end"
     )
-    async_save: bool = Field(default=False, description="write checkpoints in the background")
+    async_save: bool = Field(
+        default=False,
+        description="training waits for a copy of the state in host memory, not for the disk",
+    )
     keep_last: PositiveInt | None = Field(
-        default=None, description="newest checkpoints that are kept"
+        default=None, description="delete all but the newest N checkpoints (default: keep all)"
     )
     ckpt_format: Literal["torch_dist"] = Field(
         default="torch_dist", description="checkpoint format"
@@ -38,7 +41,8 @@ class CheckpointConfig(Section):
         default=False, description="an empty --load is an error"
     )
     use_checkpoint_args: bool = Field(
-        default=False, description="take model flags from the checkpoint"
+        default=False,
+        description="take the model's flags from --load; one that says otherwise is an error",
     )
 
 

@@ -58,12 +58,11 @@ def products(
     found: dict[str, Tensor] = {}
     for _ in range(2):
         leaf = x.clone().requires_grad_(True)
-        weight: Any = linear.weight
-        weight.grad = None
+        linear.zero_grad()
         y = linear(leaf)
         y.backward(dy)
         assert leaf.grad is not None
-        found = {"y": y.detach(), "dx": leaf.grad, "dw": weight.grad.to_local()}
+        found = {"y": y.detach(), "dx": leaf.grad, "dw": linear.weight.grad.to_local()}
         if registry is not None:
             index = registry.index_of(LINEAR, "weight")
             registry.record(index, compute_amax(linear.weight.detach().to_local()))

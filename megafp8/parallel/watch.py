@@ -85,8 +85,8 @@ class Watch:
                 self._store.set(f"life_{self.rank}", f"{count} {self.place}")
                 if count % 5 == 0:
                     self._look(watched if self.rank == 0 else watched[:1])
-            except Exception:
-                return  # the store is gone, and with it the run; the main thread will notice
+            except RuntimeError:  # DistError: every failure of the store
+                return  # it is gone, and with it the run; the main thread will notice
 
     def _look(self, ranks: list[int]) -> None:
         """Tell of ranks that have been silent for long; a collective with them may hang."""
@@ -165,7 +165,7 @@ class Watch:
         def ask() -> None:
             try:
                 answer.append(question())
-            except Exception as error:
+            except RuntimeError as error:  # DistError: every failure of the store
                 log.debug("the rendezvous store is gone: %s", error)
 
         thread = threading.Thread(target=ask, daemon=True)

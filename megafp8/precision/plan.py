@@ -21,7 +21,8 @@ Precision = Literal["fp8", "bf16", "fp32", "fp16"]
 
 # An FP8 GEMM takes operands whose inner and outer dimensions are multiples of 16: 16 bytes are
 # what cuBLASLt's FP8 kernels align to. fprop, dgrad and wgrad between them put each of in
-# features, out features and tokens in both places.
+# features, out features and tokens in both places. `numerics.DIMENSION_MULTIPLE` is the same
+# number, which cannot be read here without importing torch; a test holds the two together.
 FP8_MULTIPLE = 16
 BLOCK_MULTIPLES = {"blockwise": 128, "mxfp8": 32}
 

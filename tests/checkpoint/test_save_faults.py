@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 import megafp8.checkpoint.save as save_module
 from megafp8.checkpoint import find_checkpoint, load_tensors, read_record, save_checkpoint
-from megafp8.checkpoint.writing import ShardWriter, _ChecksumStream
+from megafp8.checkpoint.writing import ChecksumStream, ShardWriter
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import record
 from tests.support.ranks import Ranks
@@ -236,7 +236,7 @@ def save_failing(root: str, where: str, rank: int) -> str:
             elif where == "write":
                 monkeypatch.setattr(ShardWriter, "write_data", fail)
             elif where == "sum":
-                monkeypatch.setattr(_ChecksumStream, "entry", fail)
+                monkeypatch.setattr(ChecksumStream, "entry", fail)
             else:
                 monkeypatch.setattr(save_module, where, fail)
         with pytest.raises(CheckpointError) as raised:
@@ -252,7 +252,7 @@ def save_failing(root: str, where: str, rank: int) -> str:
         ("dtype", 1, "a is float32[64, 3] on rank 0 and bfloat16[64, 3] on rank 1"),
         ("write", 1, "rank 1: OSError: [Errno 28] No space left on device"),
         ("write", 0, "rank 0: OSError: [Errno 28] No space left on device"),
-        ("_make_temporary", 0, "rank 0: OSError: [Errno 28]"),
+        ("make_temporary", 0, "rank 0: OSError: [Errno 28]"),
         ("sum", 1, "rank 1: OSError: [Errno 28]"),
         ("sync_directory", 0, "rank 0: OSError: [Errno 28]"),
         ("write_atomically", 0, "rank 0: OSError: [Errno 28]"),

@@ -89,7 +89,7 @@ def losses(flags: tuple[str, ...], precision: str = "fp8") -> list[float]:
 
 
 def test_every_recipe_learns_as_bf16_does(ranks: Ranks) -> None:
-    """`tests/tools/recipe_loss.py` compares them over 300 iterations on text."""
+    """`tests/tools/fp8_loss.py --tracks recipes` compares them over 300 iterations on text."""
     plain = (*SMALL, "--fp8-format", "none", *degrees())
     (wanted,) = ranks.run(losses, world_size=1, flags=plain, precision="bf16")
     assert wanted[0] - wanted[-1] > 0.3, wanted

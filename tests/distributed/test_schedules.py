@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
+import megafp8.layers.native.casting as casting
 import megafp8.layers.native.operands as operands
 from tests.support.layouts import (
     PARITY,
@@ -96,13 +97,14 @@ def counting(names: tuple[str, ...], counts: Counter[str]) -> Iterator[None]:
     """Count the calls that FP8 linears make into `numerics`."""
 
     def counted(name: str) -> Any:
-        original = getattr(operands, name)
+        module = operands if name in ("fprop", "dgrad", "wgrad") else casting
+        original = getattr(module, name)
 
         def call(*args: Any) -> Any:
             counts[name] += 1
             return original(*args)
 
-        return mock.patch.object(operands, name, call)
+        return mock.patch.object(module, name, call)
 
     with ExitStack() as stack:
         for name in names:

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import megafp8.layers.attention as attention
 import megafp8.layers.dropout as dropout
+import megafp8.layers.native.attention_core as attention
 from megafp8.train.state import TrainState, load_state, save_state
 from tests.model.small import (
     VOCAB,

@@ -26,7 +26,7 @@ def planted_loss() -> StepResult:
     """A step whose micro-batches have the loss sums and token counts of `PLANTED`."""
     run = start_run(small_config(micro_batch_size=1, global_batch_size=4))
     mine = PLANTED[run.mesh.dp_rank]
-    run.model.runner.train = lambda batches, scale: torch.tensor(sum(loss for loss, _ in mine))
+    run.model.runner.train = lambda batches, *rest: torch.tensor(sum(loss for loss, _ in mine))
     batches = []
     for _, tokens in mine:
         mask = torch.zeros(1, 16)

@@ -17,8 +17,8 @@ def fault_on_rank_1(monkeypatch: pytest.MonkeyPatch, victim: str | None) -> None
     """Rank 1 gets a NaN in a gradient after the backward, or in its loss (victim None)."""
     original = PipelineRunner.train
 
-    def train(self: PipelineRunner, batches, scale: float = 1.0):
-        total = original(self, batches, scale)
+    def train(self: PipelineRunner, batches, *rest):
+        total = original(self, batches, *rest)
         if dist.get_rank() == 1:
             if victim is None:
                 return total * float("nan")

@@ -55,7 +55,7 @@ def fault(where: str, value: float, rank: int = 1) -> Iterator[None]:
     """
     original = PipelineRunner.train
 
-    def train(self: PipelineRunner, batches: Any, scale: float = 1.0) -> Tensor:
+    def train(self: PipelineRunner, batches: Any, *rest: Any) -> Tensor:
         mine = torch.distributed.get_rank() == rank
         handles = []
         if mine and where == "inside":
@@ -66,7 +66,7 @@ def fault(where: str, value: float, rank: int = 1) -> Iterator[None]:
                 if f"{name}.weight" == VICTIM
             )
             handles.append(module.register_forward_hook(poison))
-        total = original(self, batches, scale)
+        total = original(self, batches, *rest)
         for handle in handles:
             handle.remove()
         if mine and where == "after":
@@ -208,10 +208,10 @@ def run_with_faults(folder: str, bad: list[int], total: int) -> tuple[int, str]:
     iteration = 0
     original = PipelineRunner.train
 
-    def train(self: PipelineRunner, batches: Any, scale: float = 1.0) -> Tensor:
+    def train(self: PipelineRunner, batches: Any, *rest: Any) -> Tensor:
         nonlocal iteration
         iteration += 1
-        total = original(self, batches, scale)
+        total = original(self, batches, *rest)
         if iteration in bad and me.rank == 1:
             parameters = {n: p for stage in self.modules for n, p in stage.named_parameters()}
             parameters[VICTIM].grad.to_local().view(-1)[7] = math.nan

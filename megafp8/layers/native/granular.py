@@ -8,26 +8,21 @@ are blocks of the whole, as its tokens are a multiple of the block (the precisio
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from megafp8.layers.native.operands import WeightUse, describe
+from megafp8.layers.native.operands import RegisteredOperands, WeightUse, describe
 from megafp8.numerics import (
     QuantizedTensor,
-    Recipe,
     Role,
-    ScaleRegistry,
     block_along,
     dgrad,
     fprop,
     keep_decoded,
     quantize_blocks,
     weight_block,
-    wgrad,
 )
 from megafp8.numerics.granular import Axis
-from megafp8.numerics.kernels import EAGER, KernelChoice
-from megafp8.parallel.collectives import LINEAR_KINDS, CommGroup
+from megafp8.parallel.collectives import LINEAR_KINDS
 
 
 @dataclass
@@ -38,30 +33,13 @@ class GranularWeight:
     dgrad: QuantizedTensor | None
 
 
-class GranularOperands:
-    """Operands of the recipes with several scales a tensor; arguments as of `Fp8Operands`.
+class GranularOperands(RegisteredOperands):
+    """Operands of the recipes with several scales a tensor.
 
     The registry keeps no state for them; it hears every amax, so that a non-finite one is named.
     """
 
-    def __init__(
-        self,
-        name: str,
-        tp: CommGroup,
-        registry: ScaleRegistry,
-        recipe: Recipe,
-        fp8_gather: bool,
-        keeps_weight: bool,
-        kernels: KernelChoice = EAGER,
-        wgrad_dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
-        self.tp, self.registry, self.recipe = tp, registry, recipe
-        self.fp8_gather, self.keeps_weight = fp8_gather, keeps_weight
-        self.kernels, self.wgrad_dtype = kernels, wgrad_dtype
-        self.index = {
-            role: registry.register(name, role) for role in ("input", "weight", "grad_output")
-        }
-        self._cached: tuple[tuple[int, bool], GranularWeight] | None = None
+    _cached: tuple[tuple[int, bool], GranularWeight] | None = None
 
     def __repr__(self) -> str:
         def unit(role: Role, axis: Axis) -> str:
@@ -115,7 +93,7 @@ class GranularOperands:
         """
         name = self.recipe.name
         across, along = block_along(name, "features"), block_along(name, "tokens")
-        fp8_wgrad, is_input = self.recipe.fp8_wgrad, role == "input"
+        fp8_wgrad, is_input = self.fp8_wgrad, role == "input"
         if gather and (not self.fp8_gather or not (fp8_wgrad or is_input)):
             # What is needed whole in high precision is cast whole.
             whole, mine, gather = self._gather(x), x, False
@@ -196,12 +174,3 @@ class GranularOperands:
         if self.recipe.fake_quant:
             return dy.dequantize() @ w.dgrad.dequantize()
         return dgrad(dy, w.dgrad)
-
-    def wgrad(self, dy: QuantizedTensor | Tensor, x: QuantizedTensor | Tensor) -> Tensor:
-        """[n, m] @ [m, k] -> [n, k], FP8 or both operands in high precision."""
-        if isinstance(dy, Tensor) or isinstance(x, Tensor):
-            assert isinstance(dy, Tensor) and isinstance(x, Tensor)
-            return dy.t() @ x
-        if self.recipe.fake_quant:
-            return dy.dequantize().t() @ x.dequantize()
-        return wgrad(dy, x, self.wgrad_dtype)

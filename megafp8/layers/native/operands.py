@@ -5,6 +5,7 @@ Recipes with a scale for each row or block are in `granular.py`.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
@@ -117,8 +118,8 @@ class HighPrecisionOperands:
         return dy.t() @ x
 
 
-class Fp8Operands:
-    """Operands with one scale a tensor: the registry's delayed ones.
+class RegisteredOperands:
+    """What FP8 operands share, whatever their scales: arguments, indices in the registry, wgrad.
 
     Args:
         name: canonical module name; its three tensors are registered under it.
@@ -130,8 +131,6 @@ class Fp8Operands:
         kernels: what quantizes.
         wgrad_dtype: of weight gradients; fp32 where they are summed in fp32.
     """
-
-    casts: type[DelayedCasts] = DelayedCasts
 
     def __init__(
         self,
@@ -147,12 +146,29 @@ class Fp8Operands:
         self.tp, self.registry, self.recipe = tp, registry, recipe
         self.fp8_gather, self.keeps_weight = fp8_gather, keeps_weight
         self.fp8_wgrad = recipe.fp8_wgrad
-        self.index: dict[Role, int] = {
-            role: registry.register(name, role) for role in ("input", "weight", "grad_output")
-        }
-        self.cast = self.casts(registry, recipe, self.index, kernels, tp)
-        self.wgrad_dtype = wgrad_dtype
-        self._cached: tuple[tuple[int, bool], QuantizedTensor] | None = None
+        self.kernels, self.wgrad_dtype = kernels, wgrad_dtype
+        self.index: dict[Role, int] = {role: registry.register(name, role) for role in ROLES}
+
+    def wgrad(self, dy: QuantizedTensor | Tensor, x: QuantizedTensor | Tensor) -> Tensor:
+        """[n, m] @ [m, k] -> [n, k], FP8 or both operands in high precision."""
+        if isinstance(dy, Tensor) or isinstance(x, Tensor):
+            assert isinstance(dy, Tensor) and isinstance(x, Tensor)
+            return dy.t() @ x
+        if self.recipe.fake_quant:
+            return dy.dequantize().t() @ x.dequantize()
+        return wgrad(dy, x, self.wgrad_dtype)
+
+
+class Fp8Operands(RegisteredOperands):
+    """Operands with one scale a tensor: the registry's delayed ones."""
+
+    casts: type[DelayedCasts] = DelayedCasts
+    _cached: tuple[tuple[int, bool], QuantizedTensor] | None = None
+
+    @cached_property
+    def cast(self) -> DelayedCasts:
+        """What quantizes, with this linear's scales."""
+        return self.casts(self.registry, self.recipe, self.index, self.kernels, self.tp)
 
     def __repr__(self) -> str:
         return describe(self.recipe, lambda operand, summed: "tensor")
@@ -245,15 +261,6 @@ class Fp8Operands:
         if self.recipe.fake_quant:
             return dy.dequantize() @ w.dequantize()
         return dgrad(dy, w)
-
-    def wgrad(self, dy: QuantizedTensor | Tensor, x: QuantizedTensor | Tensor) -> Tensor:
-        """[n, m] @ [m, k] -> [n, k], FP8 or both operands in high precision."""
-        if isinstance(dy, Tensor) or isinstance(x, Tensor):
-            assert isinstance(dy, Tensor) and isinstance(x, Tensor)
-            return dy.t() @ x
-        if self.recipe.fake_quant:
-            return dy.dequantize().t() @ x.dequantize()
-        return wgrad(dy, x, self.wgrad_dtype)
 
 
 class TensorwiseOperands(Fp8Operands):

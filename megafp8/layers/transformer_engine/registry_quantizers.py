@@ -55,7 +55,7 @@ class RegistryQuantizers(TransformerEngineBaseModule):
         self._delayed = registry is not None and registry.recipe.name == "delayed"
         if registry is None or not self._delayed:
             return
-        roles = dict.fromkeys(role for key in slots for role in slots[key] if role is not None)
+        roles: list[Role] = [role for key in slots for role in slots[key] if role is not None]
         self._indices = {role: registry.register(name, role) for role in roles}
         # TE's mark of a module that is in its global buffers, with keys that are not there: it
         # is never added, and TE's reductions and updates run over empty lists.

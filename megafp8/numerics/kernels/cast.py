@@ -11,6 +11,8 @@ is read and the amax written where they live.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -118,13 +120,7 @@ def cast(
             k,
             x.stride(0),
             x.stride(1),
-            E5M2=fmt.name == "e5m2",
-            CODES=codes,
-            TRANSPOSED=transposed,
-            AMAX=amax is not None,
-            BM=BLOCK_M,
-            BK=BLOCK_K,
-            **LAUNCH,
+            **constants(fmt, codes, transposed, amax),
         )
     return out, out_t
 
@@ -161,6 +157,18 @@ def transpose_codes(codes: Tensor) -> Tensor:
 def tiles(m: int, k: int) -> int:
     """Return how many programs a [m, k] tensor takes."""
     return triton.cdiv(m, BLOCK_M) * triton.cdiv(k, BLOCK_K)
+
+
+def constants(fmt: Fp8Format, codes: bool, transposed: bool, amax: Tensor | None) -> dict[str, Any]:
+    """Return what kernels that cast tiles are compiled for, from the arguments of `cast`."""
+    return {
+        "E5M2": fmt.name == "e5m2",
+        "CODES": codes,
+        "TRANSPOSED": transposed,
+        "AMAX": amax is not None,
+        "BM": BLOCK_M,
+        "BK": BLOCK_K,
+    } | LAUNCH
 
 
 def new_codes(

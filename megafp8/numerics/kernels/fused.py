@@ -19,10 +19,9 @@ from torch import Tensor
 
 from megafp8.numerics.formats import Fp8Format
 from megafp8.numerics.kernels.cast import (
-    BLOCK_K,
-    BLOCK_M,
     LAUNCH,
     bytes_of,
+    constants,
     new_codes,
     put_amax,
     put_codes,
@@ -152,13 +151,7 @@ def swiglu_cast(
             m,
             k,
             x.stride(0),
-            E5M2=fmt.name == "e5m2",
-            CODES=codes,
-            TRANSPOSED=transposed,
-            AMAX=amax is not None,
-            BM=BLOCK_M,
-            BK=BLOCK_K,
-            **LAUNCH,
+            **constants(fmt, codes, transposed, amax),
         )
     return out, out_t
 
@@ -203,13 +196,7 @@ def swiglu_backward_cast(
             k,
             grad.stride(0),
             x.stride(0),
-            E5M2=fmt.name == "e5m2",
-            CODES=codes,
-            TRANSPOSED=transposed,
-            AMAX=amax is not None,
-            BM=BLOCK_M,
-            BK=BLOCK_K,
-            **LAUNCH,
+            **constants(fmt, codes, transposed, amax),
         )
     return out, out_t
 
@@ -259,13 +246,7 @@ def norm_cast(
             k,
             x.stride(0),
             CENTERED=centered,
-            E5M2=fmt.name == "e5m2",
-            CODES=codes,
-            TRANSPOSED=transposed,
-            AMAX=amax is not None,
-            BM=BLOCK_M,
-            BK=BLOCK_K,
-            **LAUNCH,
+            **constants(fmt, codes, transposed, amax),
         )
     return out, out_t, mean, rstd
 
