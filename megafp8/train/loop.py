@@ -100,6 +100,7 @@ class Loop:
         try:
             # One that came while the run was set up; nothing is trained or saved for it.
             self._signal = self._agree_on_signal()
+            self.mesh.traffic.drain()  # of setting up and loading: no iteration's
             while self.state.iteration < self.total_iterations and not self._signal:
                 metrics = self._iteration()
                 self.writer.write(metrics)

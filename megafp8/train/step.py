@@ -55,6 +55,7 @@ class TrainingStep:
         self.optimizer = build_optimizer(config.optimizer, self.gradients.named_shards())
         self.bad_steps_in_a_row = 0
         self._bad_before: Tensor | None = None
+        self._bad_weights: Tensor | None = None
         gathered = config.precision.fp8 and config.precision.fp8_param_gather
         self._fp8_weights = _fp8_weight_shards(model.registry, self.gradients, gathered)
         self._fp8_weight_indices = torch.tensor(
@@ -130,7 +131,10 @@ class TrainingStep:
     def _bad_casts(self, registry: ScaleRegistry) -> Tensor:
         """Bool [N]: this rank's FP8 tensors that held an inf or NaN in this step."""
         bad = ~registry.pending_amax.isfinite()
-        return bad if self._bad_before is None else bad | self._bad_before
+        for seen in (self._bad_before, self._bad_weights):
+            if seen is not None:
+                bad |= seen
+        return bad
 
     def _scales_before(self) -> tuple[Tensor, Tensor] | None:
         """Copies of scales and windows, where they move before the step is known to be good."""
@@ -168,21 +172,34 @@ class TrainingStep:
             registry.update()
             self.refresh_weight_scales()
             return
-        for index, shard in self._fp8_weights:
-            registry.record(index, compute_amax(shard))
+        if self._fp8_weights:
+            registry.pending_amax[self._fp8_weight_indices] = self._weight_amaxes(registry)
         registry.update(self._reduce_amax)
+
+    def _weight_amaxes(self, registry: ScaleRegistry) -> Tensor:
+        """Fp32 [n]: largest |master| of this rank's FP8 weight shards.
+
+        A cast would turn an inf that an update has left there into the largest FP8 number, and
+        nothing of the next step would show it: the weights that hold one are remembered.
+        """
+        amax = torch.stack([compute_amax(shard) for _, shard in self._fp8_weights])
+        self._bad_weights = torch.zeros(len(registry), dtype=torch.bool, device=amax.device)
+        self._bad_weights[self._fp8_weight_indices] = ~amax.isfinite()
+        return amax
 
     @torch.no_grad()
     def refresh_weight_scales(self) -> None:
-        """Current scales of weights that FSDP gathers in FP8, from the shards of now.
+        """Look at FP8 weights as they are now: at the start, after a load, after a step.
 
-        With delayed scaling they move with all others. A collective call of the stage's ranks:
-        at the start, after a load and after an optimizer step.
+        Those that FSDP gathers in FP8 get their current scales, a collective call of the stage's
+        ranks. With delayed scaling scales move with all others.
         """
         registry = self.model.registry
-        if registry is None or registry.recipe.stateful or not self._fp8_weights:
+        if registry is None or not self._fp8_weights:
             return
-        amax = torch.stack([compute_amax(shard) for _, shard in self._fp8_weights])
+        amax = self._weight_amaxes(registry)
+        if registry.recipe.stateful:
+            return
         amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf)  # MAX may lose NaN
         self.mesh.stage.all_reduce(amax, "amax_all_reduce", dist.ReduceOp.MAX)
         registry.take_current(self._fp8_weight_indices, amax)

@@ -4,6 +4,7 @@ One rank is compared with the same flags, since `--fp8-param-gather` casts the f
 size; the other two change nothing where nothing travels.
 """
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from megafp8.layers.native import linear
 from megafp8.numerics import compute_amax, quantize
 from megafp8.parallel.fp8_weights import Fp8Weight
 from megafp8.train.state import state_tensors
+from tests.support.launches import TINY, train
 from tests.support.layouts import (
     BOUNDS,
     PARITY,
@@ -409,3 +411,15 @@ def test_resuming_says_that_residuals_are_gone(
 ) -> None:
     counts = ranks.run(resumed_messages, world_size=2, save=str(tmp_path), flags=flags)
     assert counts == [wanted, wanted]
+
+
+def test_set_up_counts_for_no_iteration(tmp_path: Path) -> None:
+    """Gathered weights get their first scales before iteration 1, by a reduction of their own."""
+    flags = ("--fp8-recipe", "tensorwise", "--fp8-param-gather", "--fsdp-size", "2")
+    place = TINY.index("--fp8-amax-history-len")
+    tiny = (*TINY[:place], *TINY[place + 2 :])  # this recipe has none
+    run_dir = tmp_path / "run"
+    argv = (*tiny, *flags, "--train-iters", "2", "--run-dir", str(run_dir))
+    train(2, argv, tmp_path)
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["comm_calls"]["amax_all_reduce"] for line in lines] == [1, 1]

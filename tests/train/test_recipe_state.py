@@ -118,6 +118,29 @@ def test_a_non_finite_input_skips_the_step_and_is_named(
     assert not run.train(range(1, 2))[0].skipped
 
 
+@pytest.mark.parametrize("gathered", [False, True], ids=["gathered-bf16", "gathered-fp8"])
+@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+def test_a_weight_that_became_infinite_is_no_largest_fp8_number(
+    name: str, gathered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cast would hide it: loss and gradients stay finite."""
+    values = {"fp8_recipe": name, "fp8_format": "hybrid", "fp8_param_gather": gathered}
+    run = start_run(small_config(bf16=True, clip_grad=0.0, lr=1e-2, **values))
+    shards = {entry.name: entry.shard for entry in run.step.gradients.entries}
+    shard = shards["decoder.layers.0.mlp.linear_fc1.weight"]
+    good = shard.view(-1)[3].clone()
+    shard.view(-1)[3] = math.inf
+    run.step.refresh_weight_scales()  # as after a load
+    before = run.shards()
+    with caplog.at_level("WARNING"):
+        (result,) = run.train(range(1))
+    assert result.skipped and "decoder.layers.0.mlp.linear_fc1 (FP8 weight)" in caplog.text
+    assert_same_bytes(run.shards(), before)
+    shard.view(-1)[3] = good
+    run.step.refresh_weight_scales()
+    assert not run.train(range(1, 2))[0].skipped
+
+
 def window_run(**more: Any) -> Run:
     values = {"fp8_amax_window": "micro-batch", "fp8_amax_history_len": 16, **more}
     config = small_config(bf16=True, fp8_format="hybrid", clip_grad=0.0, lr=1e-2, **values)
