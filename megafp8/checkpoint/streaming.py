@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megafp8.checkpoint.files import METADATA_NAME
-from megafp8.checkpoint.load import read_record, verify_files
-from megafp8.checkpoint.metadata import CheckpointReader
+from megafp8.checkpoint.find import read_record, verify_files
+from megafp8.checkpoint.metadata import CheckpointReader, check_index
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
 from megafp8.checkpoint.writing import _ChecksumStream
 from megafp8.errors import CheckpointError
@@ -112,13 +112,7 @@ class TensorReader:
         self._reader = CheckpointReader(self.directory, sizes)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        stored = set(self._metadata.state_dict_metadata)
-        if stored != set(record.tensors):
-            names = ", ".join(sorted(stored ^ set(record.tensors))[:5])
-            raise CheckpointError(
-                f"{self.directory} is damaged: megafp8.json and {METADATA_NAME} name different"
-                f" tensors: {names}"
-            )
+        check_index(self.directory, record, self._metadata)
 
     @classmethod
     def open(cls, directory: Path, *, checksums: bool = True) -> "TensorReader":
@@ -168,7 +162,8 @@ class TensorReader:
             raise
         except Exception as error:  # torch.load and DCP raise many types on damaged bytes
             raise CheckpointError(
-                f"{self.directory}: {name} cannot be read: {type(error).__name__}: {error}"
+                f"{self.directory} is damaged: no tensor is stored where {METADATA_NAME} says for "
+                f"{name} ({type(error).__name__})"
             ) from error
 
     def _read_one_part(self, name: str, stored: TensorStorageMetadata) -> Tensor:
