@@ -5,6 +5,7 @@ tensor and a buffer. Reading is DCP's own; the split of tensors over files is DC
 what each rank of the target layout would save.
 """
 
+import mmap
 import os
 import pickle
 import zlib
@@ -38,6 +39,7 @@ from megafp8.checkpoint.files import METADATA_NAME
 from megafp8.checkpoint.find import read_record, verify_files
 from megafp8.checkpoint.metadata import CheckpointReader, check_index
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
+from megafp8.checkpoint.tensor_file import view_tensor
 from megafp8.checkpoint.writing import _ChecksumStream
 from megafp8.errors import CheckpointError
 
@@ -172,8 +174,13 @@ class TensorReader:
         assert places is not None
         place = places[MetadataIndex(name, stored.chunks[0].offsets)]
         with (self.directory / place.relative_path).open("rb") as file:
-            part = self._reader._slice_file(file, place)
-            tensor = torch.load(part, map_location="cpu", weights_only=True)
+            # Seen where the file is mapped: no memory to allocate and fill. Private, since torch
+            # wants it writable.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            tensor = view_tensor(memoryview(mapped)[place.offset : place.offset + place.length])
+            if tensor is None:
+                part = self._reader._slice_file(file, place)
+                tensor = torch.load(part, map_location="cpu", weights_only=True)
         if tensor.shape != entry.shape or tensor.dtype != dtype_of(entry):
             raise CheckpointError(
                 f"{self.directory} is damaged: {name} is {tensor.dtype}{list(tensor.shape)}, its "

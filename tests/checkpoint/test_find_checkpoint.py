@@ -127,5 +127,7 @@ def test_latest_as_a_link(tmp_path: Path) -> None:
 def test_a_damaged_record_names_the_checkpoint_to_use(tmp_path: Path, text: str) -> None:
     save(tmp_path, 5, 10)
     (tmp_path / "iter_0000010" / "megafp8.json").write_text(text)
-    with pytest.raises(CheckpointError, match="not valid JSON.* use --load .*/iter_0000005 instead"):
+    with pytest.raises(
+        CheckpointError, match="not valid JSON.* use --load .*/iter_0000005 instead"
+    ):
         read_record(tmp_path / "iter_0000010")

@@ -159,7 +159,9 @@ def test_what_is_no_scale_is_shown_as_that(source: Path, tmp_path: Path, wrong: 
     assert f"{wrong:.6g}" in text and "nan" in text and "?" in text
     changes = list(compare_checkpoints(source, other))
     assert [change.name for change in changes] == [SCALE] and math.isnan(changes[0].drift or 0.0)
-    assert "1 changed" in show(changes_text(changes, inspect_checkpoint(source), inspect_checkpoint(other)))
+    assert "1 changed" in show(
+        changes_text(changes, inspect_checkpoint(source), inspect_checkpoint(other))
+    )
 
 
 def test_a_foreign_shard_is_a_problem(source: Path, tmp_path: Path) -> None:
