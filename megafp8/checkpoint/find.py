@@ -134,8 +134,7 @@ def read_record(directory: Path) -> CheckpointRecord:
     """Read a checkpoint's `megafp8.json`.
 
     Raises:
-        CheckpointError: it is missing, damaged, of a newer format, or of another iteration than
-            its folder's name says.
+        CheckpointError: it is missing, damaged or of a newer format.
     """
     try:
         return _read_record(directory)
@@ -151,14 +150,7 @@ def _read_record(directory: Path) -> CheckpointRecord:
         raise CheckpointError(f"{directory} is no complete checkpoint: no {RECORD_NAME}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    record = CheckpointRecord.from_json(text, path)
-    named = iteration_of(Path(directory).name)
-    if named is not None and named != record.iteration:
-        raise CheckpointError(
-            f"{path} is of iteration {record.iteration}, its folder says {named}: it was "
-            "renamed or edited"
-        )
-    return record
+    return CheckpointRecord.from_json(text, path)
 
 
 def foreign_files(directory: Path, record: CheckpointRecord) -> list[str]:

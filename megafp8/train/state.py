@@ -18,6 +18,7 @@ from megafp8.checkpoint import (
     save_checkpoint,
 )
 from megafp8.checkpoint.agree import on_all_ranks
+from megafp8.checkpoint.files import iteration_of
 from megafp8.checkpoint.reshard import layout_fields
 from megafp8.checkpoint.scale_state import (
     SCALE_PREFIXES,
@@ -184,6 +185,9 @@ def load_run(
     checkpoint = config.checkpoint
     with_optimizer = not (checkpoint.no_load_optim or checkpoint.finetune)
     record = read_record(path)
+    named = iteration_of(path.name)
+    if named is not None and named != record.iteration:
+        log.warning("%s is of iteration %d by its record: that counts", path, record.iteration)
     check_same_run(path, record, config)
     tensors = state_tensors(step, with_optimizer, loading=True)
     registry = step.model.registry

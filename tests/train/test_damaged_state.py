@@ -1,6 +1,7 @@
 """State that a checkpoint holds whole and that no run should go on from."""
 
 import dataclasses
+import logging
 import math
 from pathlib import Path
 
@@ -64,3 +65,15 @@ def test_a_window_of_an_impossible_shape_is_not_allocated(
     record = dataclasses.replace(record, tensors={**record.tensors, name: entry})
     with pytest.raises(CheckpointError, match=r"has shape .*, expected \[H\]"):
         scale_targets(run.model.registry, record, run.mesh, reduced=True)
+
+
+def test_a_folder_of_another_iteration_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = small_config(**FP8)
+    run = start_run(config)
+    path = save_state(tmp_path, TrainState(1, 8), run.step, run.mesh, config, None, VOCAB)
+    renamed = path.rename(tmp_path / "iter_0000999")
+    with caplog.at_level(logging.WARNING, "megafp8"):
+        state = load_state(renamed, run.step, config, run.step.loss_scaler)
+    assert state.iteration == 1 and "is of iteration 1 by its record" in caplog.text
