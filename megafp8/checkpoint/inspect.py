@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.files import crc32_of
-from megafp8.checkpoint.load import find_checkpoint, read_record
+from megafp8.checkpoint.find import find_checkpoint, foreign_files, read_record
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, SHARED_PREFIX
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
 from megafp8.checkpoint.streaming import WORKERS, TensorReader, bytes_of, in_order
@@ -128,6 +128,12 @@ def inspect_checkpoint(load: Path) -> Inspection:
     record = read_record(directory)
     with ThreadPoolExecutor(WORKERS) as pool:
         files = list(pool.map(lambda item: _file_state(directory, *item), record.files.items()))
+    files += [
+        FileState(
+            name, FileEntry((directory / name).stat().st_size, "?"), "is no file of this checkpoint"
+        )
+        for name in foreign_files(directory, record)
+    ]
     good = all(file.problem is None for file in files)
     scales = list(_scale_rows(TensorReader(directory, record))) if good else []
     return Inspection(directory, record, files, shares_of(record), scales)
@@ -186,6 +192,10 @@ def _scale_rows(reader: TensorReader) -> Iterator[ScaleRow]:
         scale, window = reader.read(name), torch.zeros(1)
         if f"{stem}.amax_history" in reader.record.tensors:
             window = reader.read(f"{stem}.amax_history")
+        if 0 in window.shape or not window.dim():
+            raise CheckpointError(
+                f"{reader.directory} is damaged: {stem}.amax_history has shape {list(window.shape)}"
+            )
         rows = window.reshape(-1, window.shape[-1])
         yield ScaleRow(
             module,
@@ -223,6 +233,11 @@ def compare_checkpoints(old: Path, new: Path) -> Iterator[TensorChange]:
     yield from (change for change in in_order(common, compare) if change is not None)
 
 
+def _exact(values: Tensor) -> Tensor:
+    """Return values as fp64; complex ones by their real and imaginary parts."""
+    return (torch.view_as_real(values) if values.is_complex() else values).double()
+
+
 def _describe(entry: TensorEntry) -> str:
     return f"{entry.dtype}{list(entry.shape)}"
 
@@ -237,11 +252,13 @@ def _difference(name: str, old: Tensor, new: Tensor) -> TensorChange | None:
             continue
         bits = (left.view(torch.uint8) != right.view(torch.uint8)).reshape(-1, width).any(-1)
         elements += int(bits.sum())
-        gap = (left[bits].double() - right[bits].double()).abs().max().item()
+        gap = (_exact(left[bits]) - _exact(right[bits])).abs().max().item()
         largest = gap if math.isnan(gap) else max(largest, gap)
     if not elements:
         return None
     drift = None
     if name.startswith(SHARED_PREFIX) and name.endswith(".scale"):
-        drift = math.log2(float(new) / float(old))
+        ratio = float((new.double() / old.double()).reshape(-1)[0])
+        # What is no scale (0, negative, NaN) has no logarithm.
+        drift = math.log2(ratio) if 0 < ratio < math.inf else math.nan
     return TensorChange(name, "changed", "", elements, largest, drift)

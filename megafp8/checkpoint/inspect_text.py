@@ -85,10 +85,15 @@ def _scales(rows: list[ScaleRow]) -> Table:
         low, high = float(row.scale.min()), float(row.scale.max())
         several = row.scale.numel() > 1
         scale = f"{low:.6g} .. {high:.6g}" if several else f"{low:.6g}"
-        power = f"{math.log2(low):.1f}" + (f" .. {math.log2(high):.1f}" if several else "")
+        power = f"{_log2(low):.1f}" + (f" .. {_log2(high):.1f}" if several else "")
         amaxes = f"{row.newest:.4g}", f"{row.largest:.4g}", str(row.filled)
         table.add_row(row.module, row.role, scale, power, *amaxes)
     return table
+
+
+def _log2(scale: float) -> float:
+    """Return a scale's logarithm, NaN for what is no scale: zero, negative, NaN or infinite."""
+    return math.log2(scale) if 0 < scale < math.inf else math.nan
 
 
 def _chart(rows: list[ScaleRow], ascii_only: bool) -> Table:
@@ -98,21 +103,26 @@ def _chart(rows: list[ScaleRow], ascii_only: bool) -> Table:
         match = _LAYER.fullmatch(row.module)
         if match is not None:
             line = lines.setdefault((match.group(2), row.role), {})
-            line[int(match.group(1))] = math.log2(float(row.scale.min()))
+            line[int(match.group(1))] = _log2(float(row.scale.min()))
     table = _table("\nlog2(scale) by layer", "linear", "role", "layers", "from", "to", left=3)
     for (linear, role), line in sorted(lines.items()):
         values = [line[layer] for layer in sorted(line)]
         bars = sparkline(values, ascii_only)
-        table.add_row(linear, role, bars, f"{min(values):.1f}", f"{max(values):.1f}")
+        known = [value for value in values if not math.isnan(value)] or [math.nan]
+        table.add_row(linear, role, bars, f"{min(known):.1f}", f"{max(known):.1f}")
     return table
 
 
 def sparkline(values: list[float], ascii_only: bool = False) -> str:
-    """Return one character a value, its height between the smallest and the largest."""
+    """Return one character a value, its height between the smallest and the largest; ? for NaN."""
     blocks = _ASCII_BLOCKS if ascii_only else _BLOCKS
-    low, high = min(values), max(values)
+    known = [value for value in values if not math.isnan(value)] or [0.0]
+    low, high = min(known), max(known)
     span = high - low or 1.0
-    return "".join(blocks[min(7, int(8 * (value - low) / span))] for value in values)
+    return "".join(
+        "?" if math.isnan(value) else blocks[min(7, int(8 * (value - low) / span))]
+        for value in values
+    )
 
 
 def _verdict(found: Inspection) -> Text:
@@ -131,7 +141,7 @@ def changes_text(changes: Iterable[TensorChange], old: Inspection, new: Inspecti
     drifts: list[float] = []
     for change in changes:
         counts[change.change] = counts.get(change.change, 0) + 1
-        if change.drift is not None:
+        if change.drift is not None and not math.isnan(change.drift):
             drifts.append(abs(change.drift))
         if sum(counts.values()) > _MAX_CHANGES:
             continue

@@ -1,4 +1,4 @@
-"""Finding and reading a checkpoint: at any layout, all tensors or an error that names them."""
+"""Reading a checkpoint: at any layout, all tensors or an error that names them."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,19 +15,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor
 
 from megafp8.checkpoint.agree import describe_dcp, on_all_ranks, rank_and_size
-from megafp8.checkpoint.files import (
-    LATEST_NAME,
-    RECORD_NAME,
-    crc32_of,
-    is_complete,
-    is_temporary,
-    iteration_name,
-    iteration_of,
-    reading,
-    replaced_iteration,
-)
-from megafp8.checkpoint.metadata import CheckpointReader
-from megafp8.checkpoint.record import CheckpointRecord
+from megafp8.checkpoint.files import RECORD_NAME, crc32_of, reading
+from megafp8.checkpoint.find import advice, read_record, verify_files
+from megafp8.checkpoint.metadata import CheckpointReader, check_index
 from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
 
@@ -35,174 +25,6 @@ _logger = get_logger(__name__)
 
 # A renamed prefix of a large model touches thousands of names; a line of all of them helps nobody.
 _MAX_NAMES = 100
-
-
-def find_checkpoint(load_dir: Path) -> Path | None:
-    """Return the checkpoint that `--load` means, None where training starts fresh.
-
-    Touches only the file system, no collective. On a folder that another job may be writing, let
-    one rank ask and tell the others.
-
-    Args:
-        load_dir: A folder of checkpoints (what `latest` names is taken, else the newest complete
-            one), or `.../iter_0000010` for exactly that one.
-
-    Returns:
-        A complete checkpoint's directory; None if the folder is missing or holds no checkpoint.
-
-    Raises:
-        CheckpointError: `load_dir` is a file, names an iteration that is missing or partial, or
-            holds checkpoints of which none is complete.
-    """
-    load_dir = Path(load_dir).absolute()
-    if load_dir.exists() and not load_dir.is_dir():
-        raise CheckpointError(f"--load {load_dir} is a file, expected a directory")
-    if iteration_of(load_dir.name) is not None or is_complete(load_dir):
-        return _exactly(load_dir)
-    if not load_dir.is_dir():
-        return None
-    partial, complete = _survey(load_dir)
-    for path in partial:
-        _logger.warning("checkpoint %s is partial (no %s): skipped", path, RECORD_NAME)
-    named = _read_latest(load_dir)
-    if not complete:
-        if named is not None or any(iteration_of(path.name) is not None for path in partial):
-            found = ", ".join(path.name for path in partial) or f"{LATEST_NAME} naming {named!r}"
-            raise CheckpointError(
-                f"--load {load_dir} holds no usable checkpoint, found {found};"
-                " give another --load, or an empty directory to start fresh"
-            )
-        return None
-    newest = complete[max(complete)]
-    wanted = None if named is None else iteration_of(named)
-    if wanted in complete:
-        return complete[wanted]
-    _logger.warning(
-        "%s %s: taking %s, the newest complete checkpoint",
-        load_dir / LATEST_NAME,
-        "is missing" if named is None else f"names {named!r}, which is no complete checkpoint",
-        newest,
-    )
-    return newest
-
-
-def _exactly(directory: Path) -> Path:
-    if is_complete(directory):
-        return directory
-    if directory.is_dir():
-        state = f"is partial (no {RECORD_NAME})"
-    else:
-        state = "does not exist"
-    raise CheckpointError(f"--load {directory} {state}{_advice(directory)}")
-
-
-def _survey(load_dir: Path) -> tuple[list[Path], dict[int, Path]]:
-    """Return a folder's partial checkpoints, and its complete ones by iteration."""
-    partial: list[Path] = []
-    complete: dict[int, Path] = {}
-    replaced: dict[int, Path] = {}
-    for path in sorted(load_dir.iterdir()):
-        iteration, former = iteration_of(path.name), replaced_iteration(path.name)
-        if is_temporary(path.name) or (iteration is not None and not is_complete(path)):
-            partial.append(path)
-        elif iteration is not None:
-            complete[iteration] = path
-        elif former is not None and is_complete(path):
-            replaced[former] = path
-    for iteration, path in replaced.items():
-        # A save of the same iteration was killed between its two renames.
-        if not load_dir.joinpath(iteration_name(iteration)).exists():
-            complete[iteration] = path
-    return partial, complete
-
-
-def _read_latest(load_dir: Path) -> str | None:
-    path = load_dir / LATEST_NAME
-    if not path.is_file():
-        return None
-    return path.read_text(encoding="utf-8", errors="replace").strip()[:200]
-
-
-def _advice(directory: Path) -> str:
-    """Return which checkpoint to load instead of a bad one, as the end of a message."""
-    parent = directory.parent
-    if not parent.is_dir():
-        return ""
-    _, complete = _survey(parent)
-    for _, path in sorted(complete.items(), reverse=True):
-        if path != directory and _sizes_fit(path):
-            return f"; use --load {path} instead"
-    return f"; no other complete checkpoint in {parent}"
-
-
-def _sizes_fit(directory: Path) -> bool:
-    try:
-        record = read_record(directory)
-        verify_files(directory, record, checksums=False)
-    except CheckpointError:
-        return False
-    return True
-
-
-def read_record(directory: Path) -> CheckpointRecord:
-    """Read a checkpoint's `megafp8.json`.
-
-    Raises:
-        CheckpointError: it is missing, damaged or of a newer format.
-    """
-    path = Path(directory) / RECORD_NAME
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{directory} is no complete checkpoint: no {RECORD_NAME}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return CheckpointRecord.from_json(text, path)
-
-
-def verify_files(
-    directory: Path,
-    record: CheckpointRecord,
-    *,
-    checksums: bool = True,
-    part: tuple[int, int] = (0, 1),
-) -> None:
-    """Compare a checkpoint's files with its record.
-
-    Args:
-        directory: The checkpoint.
-        record: Its record.
-        checksums: Read the files and compare CRC-32 too, not sizes alone.
-        part: (rank, size): this rank's share of the checksums, so that ranks together read each
-            file once. Sizes are compared for all files.
-
-    Raises:
-        CheckpointError: a file is missing, has another size or other bytes; names it.
-    """
-    for name, entry in record.files.items():
-        path = Path(directory) / name
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{path} is missing, expected {entry.size} bytes") from error
-        if size != entry.size:
-            raise CheckpointError(f"{path} has {size} bytes, expected {entry.size}")
-    foreign = sorted({path.name for path in Path(directory).glob("*.distcp")} - set(record.files))
-    if foreign:
-        raise CheckpointError(
-            f"{Path(directory) / foreign[0]} is no file of this checkpoint: {RECORD_NAME} does not "
-            "name it"
-        )
-    if not checksums:
-        return
-    rank, ranks = part
-    for name in sorted(record.files)[rank::ranks]:
-        path = Path(directory) / name
-        found = crc32_of(path)
-        if found != record.files[name].crc32:
-            raise CheckpointError(
-                f"{path} is damaged: crc32 {found}, expected {record.files[name].crc32}"
-            )
 
 
 @dataclass(frozen=True)
@@ -328,14 +150,14 @@ def _load(
 
 
 def _open(directory: Path, part: tuple[int, int], checksums: bool) -> CheckpointReader:
+    record = read_record(directory)
     try:
-        record = read_record(directory)
         verify_files(directory, record, checksums=checksums, part=part)
         sizes = {name: entry.size for name, entry in record.files.items()}
         reader = CheckpointReader(directory, sizes)
-        reader.read_metadata()
+        check_index(directory, record, reader.read_metadata())
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_advice(directory)}") from error
+        raise CheckpointError(f"{error}{advice(directory)}") from error
     return reader
 
 

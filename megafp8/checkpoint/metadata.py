@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from megafp8.checkpoint.files import METADATA_NAME
+from megafp8.checkpoint.files import METADATA_NAME, RECORD_NAME
+from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
 from megafp8.checkpoint.tensor_file import view_tensor
 from megafp8.errors import CheckpointError
 
@@ -155,7 +156,14 @@ class CheckpointReader(FileSystemReader):
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             others += [item for item in items if not self._copy(item, planner, mapped)]
         if others:
-            return super().read_data(dataclasses.replace(plan, items=others), planner)
+            try:
+                return super().read_data(dataclasses.replace(plan, items=others), planner)
+            except Exception as error:  # torch.load raises nearly any type, with advice of its own
+                names = ", ".join(sorted({item.storage_index.fqn for item in others})[:5])
+                raise CheckpointError(
+                    f"{self.directory} is damaged: no tensor is stored where {METADATA_NAME} says "
+                    f"for {names} ({type(error).__name__})"
+                ) from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -168,12 +176,27 @@ class CheckpointReader(FileSystemReader):
         stored = view_tensor(memoryview(mapped)[place.offset : place.offset + place.length])
         if stored is None:
             return False
-        stored = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
+        index = item.storage_index
+        chunk = self._chunk(index)
         target = planner.resolve_tensor(item).detach()
-        assert target.shape == stored.shape, (item.storage_index, target.shape, stored.shape)
+        if stored.shape != chunk.sizes or stored.dtype != target.dtype:
+            raise CheckpointError(
+                f"{self.directory} is damaged: {index.fqn} at {list(chunk.offsets)} is stored as "
+                f"{stored.dtype}{list(stored.shape)}, its index says "
+                f"{target.dtype}{list(chunk.sizes)}"
+            )
+        stored = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
         target.copy_(stored)
         planner.commit_tensor(item, target)
         return True
+
+    def _chunk(self, index: MetadataIndex) -> ChunkStorageMetadata:
+        """Return what the index says of the part that is stored at `index`."""
+        tensor = self.read_metadata().state_dict_metadata[index.fqn]
+        assert isinstance(tensor, TensorStorageMetadata)
+        if index.index is not None and tensor.chunks[index.index].offsets == index.offset:
+            return tensor.chunks[index.index]
+        return next(chunk for chunk in tensor.chunks if chunk.offsets == index.offset)
 
 
 def read_metadata(
@@ -309,6 +332,30 @@ def _storage(record: Any, file_sizes: Mapping[str, int], path: Path) -> _Storage
     return _StorageInfo(name, offset, length)
 
 
+def check_index(directory: Path, record: CheckpointRecord, metadata: Metadata) -> None:
+    """Compare the tensors that a record names with those of DCP's index.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes differ.
+    """
+    stored: dict[str, TensorEntry] = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata), name
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        stored[name] = TensorEntry(tuple(tensor.size), dtype)
+    head = f"{directory} is damaged: {RECORD_NAME} and {METADATA_NAME}"
+    if stored.keys() != record.tensors.keys():
+        names = sorted(stored.keys() ^ record.tensors.keys())
+        raise CheckpointError(f"{head} name different tensors: {', '.join(names[:5])}")
+    for name, entry in record.tensors.items():
+        found = stored[name]
+        if found != entry:
+            raise CheckpointError(
+                f"{head} differ: {name} is {found.dtype}{list(found.shape)} in the latter, "
+                f"{entry.dtype}{list(entry.shape)} in the former"
+            )
+
+
 def _check_chunks(metadata: Metadata, path: Path) -> None:
     """Refuse an index with holes: DCP would leave the elements of a hole as they were."""
     for name, tensor in metadata.state_dict_metadata.items():
@@ -327,3 +374,26 @@ def _check_chunks(metadata: Metadata, path: Path) -> None:
             filled += math.prod(chunk.sizes)
         if filled != math.prod(tensor.size):
             raise _damaged(path, f"{name} has {filled} of {math.prod(tensor.size)} elements stored")
+        if len(tensor.chunks) > 1 and _overlap(tensor.chunks):
+            raise _damaged(path, f"chunks of {name} overlap, so that others of its elements lack")
+
+
+def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Tell whether two parts have an element in common; quick where they are cut along one axis."""
+    filled = [chunk for chunk in chunks if 0 not in chunk.sizes]
+    rank = len(chunks[0].sizes)
+    axis = max(range(rank), key=lambda dim: len({chunk.offsets[dim] for chunk in filled}))
+    filled.sort(key=lambda chunk: chunk.offsets[axis])
+    open_parts: list[ChunkStorageMetadata] = []
+    for chunk in filled:
+        start = chunk.offsets[axis]
+        open_parts = [one for one in open_parts if one.offsets[axis] + one.sizes[axis] > start]
+        for one in open_parts:
+            if all(
+                one.offsets[dim] < chunk.offsets[dim] + chunk.sizes[dim]
+                and chunk.offsets[dim] < one.offsets[dim] + one.sizes[dim]
+                for dim in range(rank)
+            ):
+                return True
+        open_parts.append(chunk)
+    return False

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.record import TensorEntry
 from megafp8.config import Layout
+from megafp8.errors import CheckpointError
 
 SHARED_PREFIX = "fp8."
 LOCAL_PREFIX = "fp8_local."
@@ -65,9 +66,15 @@ def describe_move(name: str, before: tuple[int, ...], dp: int, tp: int) -> str:
 
 
 def local_entry(name: str, entry: TensorEntry, dp: int, tp: int) -> TensorEntry:
-    """Return the shape that a tensor of a checkpoint has on dp x tp ranks."""
+    """Return the shape that a tensor of a checkpoint has on dp x tp ranks.
+
+    Raises:
+        CheckpointError: it is of ranks by its name and has no axes for them.
+    """
     if not name.startswith(LOCAL_PREFIX):
         return entry
+    if len(entry.shape) < 2 or 0 in entry.shape:
+        raise CheckpointError(f"{name} has shape {list(entry.shape)}, expected [dp, tp, ...]")
     return dataclasses.replace(entry, shape=(dp, tp, *entry.shape[2:]))
 
 

@@ -1,10 +1,12 @@
 """`megafp8.json`: what a checkpoint says about itself. JSON only, nothing is unpickled."""
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 from megafp8.errors import CheckpointError
 
@@ -94,13 +96,14 @@ class CheckpointRecord:
                 of another type.
         """
         try:
-            content = json.loads(text)
-        except ValueError as error:
+            content = json.loads(text, parse_constant=_no_number)
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(content, dict):
             raise CheckpointError(f"{path} holds {_kind(content)}, expected an object")
         _check_version(content, path)
         _check_fields(content, path)
+        _check_values(content, path)
         content["tensors"] = {
             name: _tensor_entry(name, entry, path) for name, entry in content["tensors"].items()
         }
@@ -125,13 +128,29 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
 }
 
 
+# Counters that a run goes on from, where they are there at all: a damaged one must not be believed.
+_COUNTERS = (
+    ("data_position", "consumed_samples"),
+    ("state", "skipped_iterations"),
+    ("state", "nan_iterations"),
+    ("state", "vocab_size"),
+)
+# Counts and sizes are 64-bit in torch and in files.
+_LARGEST = 2**63 - 1
+_FILE_NAME = re.compile(r"[\w.+-]{1,255}", re.ASCII)
+
+
+def _no_number(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
 def _kind(value: Any) -> str:
     return type(value).__name__
 
 
 def _is_whole(value: Any) -> TypeGuard[int]:
     # bool is an int to Python, not to a reader of this file.
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
 
 
 def _check_version(content: dict[str, Any], path: Path) -> None:
@@ -159,6 +178,20 @@ def _check_fields(content: dict[str, Any], path: Path) -> None:
             raise CheckpointError(f"{path}: {name} is {value!r:.100}, expected {allowed}")
 
 
+def _check_values(content: dict[str, Any], path: Path) -> None:
+    for section, name in _COUNTERS:
+        value = content[section].get(name, 0)
+        if not _is_whole(value):
+            raise CheckpointError(
+                f"{path}: {section}.{name} is {value!r:.100}, expected a whole number"
+            )
+    scaler = content["state"].get("loss_scaler", {})
+    if not isinstance(scaler, dict) or not all(type(v) in (int, float) for v in scaler.values()):
+        raise CheckpointError(
+            f"{path}: state.loss_scaler is {scaler!r:.100}, expected numbers by name"
+        )
+
+
 def _tensor_entry(name: str, entry: Any, path: Path) -> TensorEntry:
     if (
         isinstance(entry, dict)
@@ -166,6 +199,7 @@ def _tensor_entry(name: str, entry: Any, path: Path) -> TensorEntry:
         and isinstance(entry["dtype"], str)
         and isinstance(entry["shape"], list)
         and all(_is_whole(length) for length in entry["shape"])
+        and math.prod(entry["shape"]) <= _LARGEST
     ):
         return TensorEntry(shape=tuple(entry["shape"]), dtype=entry["dtype"])
     raise CheckpointError(
@@ -174,8 +208,10 @@ def _tensor_entry(name: str, entry: Any, path: Path) -> TensorEntry:
 
 
 def _file_entry(name: str, entry: Any, path: Path) -> FileEntry:
-    if name in ("", ".", "..") or Path(name).name != name:
-        raise CheckpointError(f"{path}: files names '{name}', which lies outside the checkpoint")
+    if name in (".", "..") or not _FILE_NAME.fullmatch(name):
+        raise CheckpointError(
+            f"{path}: files names {name!a:.100}, which lies outside the checkpoint or is no name"
+        )
     if (
         isinstance(entry, dict)
         and entry.keys() == {"size", "crc32"}

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from megafp8.checkpoint.files import iteration_name, iteration_of
+from megafp8.checkpoint.find import find_checkpoint, read_record
 from megafp8.checkpoint.holdings import plan_holdings
-from megafp8.checkpoint.load import find_checkpoint, read_record
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, describe_move, local_entry, move_ranks
 from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
 from megafp8.checkpoint.rewrite import write_streaming
@@ -228,6 +228,8 @@ def target_run(
         saved = RunConfig.from_dict(record.config)
     except ConfigurationError as error:
         raise CheckpointError(f"megafp8.json holds an unusable config: {error}") from None
+    # With all its defaults, also where a section was left out.
+    record = dataclasses.replace(record, config=saved.model_dump(mode="json"))
     vocab_size = _vocab_size(record)
     try:
         config, layout = _fit(record, target, vocab_size)

@@ -5,6 +5,7 @@ With `--fp8-reduce-amax` (the default) ranks of a stage agree on every scale: on
 form loads into either kind of run, at any layout and with a window of another length.
 """
 
+import math
 import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from megafp8.checkpoint.files import RECORD_NAME
 from megafp8.checkpoint.rank_scales import (
     LOCAL_PREFIX,
     SHARED_PREFIX,
@@ -27,6 +29,10 @@ from megafp8.numerics import ScaleRegistry
 from megafp8.parallel.mesh import Mesh
 
 log = get_logger(__name__)
+
+# Values of one FP8 tensor's state: a window of thousands on thousands of ranks. More is damage, and
+# would be allocated before it is read.
+_LARGEST_STATE = 2**28
 
 SCALE_PREFIXES = (SHARED_PREFIX, LOCAL_PREFIX)
 
@@ -110,6 +116,7 @@ def scale_targets(
     layout = mesh.layout
     for name, value in registry.tensors().items():
         local = record.tensors.get(_local_name(name))
+        _check_shapes(name, record)
         if local is None:
             shared = record.tensors.get(name)
             shape = tuple(value.shape) if shared is None else shared.shape
@@ -121,6 +128,22 @@ def scale_targets(
         else:
             targets[_local_name(name)] = torch.zeros(local.shape, dtype=torch.float32)
     return targets
+
+
+def _check_shapes(name: str, record: CheckpointRecord) -> None:
+    """Refuse what is no scale [] or window [H], with [dp, tp] in front where ranks differ."""
+    for key, leading in ((name, 0), (_local_name(name), 2)):
+        entry = record.tensors.get(key)
+        dims = leading + name.endswith(".amax_history")
+        if entry is None:
+            continue
+        fits = len(entry.shape) == dims and 0 < math.prod(entry.shape) <= _LARGEST_STATE
+        if not fits:
+            expected = ["dp", "tp"][:leading] + ["H"][: dims - leading]
+            raise CheckpointError(
+                f"{RECORD_NAME} of the checkpoint is damaged: {key} has shape {list(entry.shape)}, "
+                f"expected [{', '.join(expected)}]"
+            )
 
 
 def take_scales(

@@ -5,6 +5,7 @@ tensor and a buffer. Reading is DCP's own; the split of tensors over files is DC
 what each rank of the target layout would save.
 """
 
+import mmap
 import os
 import pickle
 import zlib
@@ -35,9 +36,10 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megafp8.checkpoint.files import METADATA_NAME
-from megafp8.checkpoint.load import read_record, verify_files
-from megafp8.checkpoint.metadata import CheckpointReader
+from megafp8.checkpoint.find import read_record, verify_files
+from megafp8.checkpoint.metadata import CheckpointReader, check_index
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
+from megafp8.checkpoint.tensor_file import view_tensor
 from megafp8.checkpoint.writing import ChecksumStream
 from megafp8.errors import CheckpointError
 
@@ -112,13 +114,7 @@ class TensorReader:
         self._reader = CheckpointReader(self.directory, sizes)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        stored = set(self._metadata.state_dict_metadata)
-        if stored != set(record.tensors):
-            names = ", ".join(sorted(stored ^ set(record.tensors))[:5])
-            raise CheckpointError(
-                f"{self.directory} is damaged: megafp8.json and {METADATA_NAME} name different"
-                f" tensors: {names}"
-            )
+        check_index(self.directory, record, self._metadata)
 
     @classmethod
     def open(cls, directory: Path, *, checksums: bool = True) -> "TensorReader":
@@ -168,7 +164,8 @@ class TensorReader:
             raise
         except Exception as error:  # torch.load and DCP raise many types on damaged bytes
             raise CheckpointError(
-                f"{self.directory}: {name} cannot be read: {type(error).__name__}: {error}"
+                f"{self.directory} is damaged: no tensor is stored where {METADATA_NAME} says for "
+                f"{name} ({type(error).__name__})"
             ) from error
 
     def _read_one_part(self, name: str, stored: TensorStorageMetadata) -> Tensor:
@@ -177,8 +174,13 @@ class TensorReader:
         assert places is not None
         place = places[MetadataIndex(name, stored.chunks[0].offsets)]
         with (self.directory / place.relative_path).open("rb") as file:
-            part = self._reader._slice_file(file, place)
-            tensor = torch.load(part, map_location="cpu", weights_only=True)
+            # Seen where the file is mapped: no memory to allocate and fill. Private, since torch
+            # wants it writable.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            tensor = view_tensor(memoryview(mapped)[place.offset : place.offset + place.length])
+            if tensor is None:
+                part = self._reader._slice_file(file, place)
+                tensor = torch.load(part, map_location="cpu", weights_only=True)
         if tensor.shape != entry.shape or tensor.dtype != dtype_of(entry):
             raise CheckpointError(
                 f"{self.directory} is damaged: {name} is {tensor.dtype}{list(tensor.shape)}, its "

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megafp8.checkpoint.load import load_tensors, read_record
+from megafp8.checkpoint.find import read_record
+from megafp8.checkpoint.load import load_tensors
 from megafp8.checkpoint.scale_state import SCALE_PREFIXES
 from megafp8.config import ModelShape, RunConfig
 from megafp8.model import Model, build_model

@@ -268,7 +268,8 @@ class ScaleRegistry:
 
 def _checked_scale(prefix: str, scale: Tensor) -> float:
     value = float(scale.reshape(-1)[0]) if scale.numel() == 1 else float("nan")
-    if not 0.0 < value < float("inf"):
+    # Smaller ones than this have no finite reciprocal in fp32.
+    if not 2.0**-126 <= value < float("inf"):
         raise CheckpointError(
             f"{prefix}.scale is {scale.tolist()}; one positive finite number is expected"
         )

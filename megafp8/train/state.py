@@ -18,6 +18,7 @@ from megafp8.checkpoint import (
     save_checkpoint,
 )
 from megafp8.checkpoint.agree import on_all_ranks
+from megafp8.checkpoint.files import iteration_of
 from megafp8.checkpoint.reshard import layout_fields
 from megafp8.checkpoint.scale_state import (
     SCALE_PREFIXES,
@@ -184,14 +185,22 @@ def load_run(
     checkpoint = config.checkpoint
     with_optimizer = not (checkpoint.no_load_optim or checkpoint.finetune)
     record = read_record(path)
+    named = iteration_of(path.name)
+    if named is not None and named != record.iteration:
+        log.warning("%s is of iteration %d by its record: that counts", path, record.iteration)
     check_same_run(path, record, config)
     tensors = state_tensors(step, with_optimizer, loading=True)
     registry = step.model.registry
     reduced = config.precision.fp8_reduce_amax
     scales = scale_targets(registry, record, step.mesh, reduced)
     report = load_with_report(path, tensors | scales, _optional(with_optimizer))
+    _check_finite(path, tensors)
     _copy_tied(step, with_optimizer)
-    rule = take_scales(registry, scales, report.absent, path, step.mesh, reduced)
+    rule = on_all_ranks(
+        f"loading {path}",
+        lambda: take_scales(registry, scales, report.absent, path, step.mesh, reduced),
+        None,
+    )[step.mesh.world.rank]
     step.refresh_weight_scales()
     certificate = _certify(path, record, step, report, rule)
     if checkpoint.finetune:
@@ -216,6 +225,22 @@ def load_run(
         nan_iterations=int(record.state.get("nan_iterations", 0)),
     )
     return state, certificate
+
+
+def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse weights and moments that training could only spread; a collective call."""
+
+    def bad() -> list[str]:
+        values = ((name, tensor.detach()) for name, tensor in tensors.items())
+        local = ((n, v.to_local() if isinstance(v, DTensor) else v) for n, v in values)
+        return [n for n, v in local if v.is_floating_point() and not bool(v.isfinite().all())]
+
+    found = sorted({name for part in on_all_ranks(f"loading {path}", bad, None) for name in part})
+    if found:
+        raise CheckpointError(
+            f"{path} holds values that are not finite, in {len(found)} tensors: "
+            f"{', '.join(found[:6])}; load an earlier checkpoint"
+        )
 
 
 def _certify(

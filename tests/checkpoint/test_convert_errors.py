@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megafp8.checkpoint.convert import safetensors_files
+from megafp8.checkpoint.convert.hf_fields import read_json
 from megafp8.checkpoint.convert.native import open_native
 from megafp8.checkpoint.streaming import TensorReader
 from megafp8.errors import CheckpointError
@@ -255,3 +256,9 @@ def test_bin_files_are_named_in_the_refusal(tmp_path: Path) -> None:
     refused(folder, "found pytorch_model.bin; pickled weights are not read")
     save_file({"x": torch.ones(2, dtype=torch.int64)}, folder / "model.safetensors")
     refused(folder, "x is I64, allowed F32")
+
+
+def test_a_config_of_absurd_depth_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(CheckpointError, match="is not valid JSON"):
+        read_json(tmp_path / "config.json")

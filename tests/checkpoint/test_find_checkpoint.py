@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megafp8.checkpoint import find_checkpoint, save_checkpoint
+from megafp8.checkpoint import find_checkpoint, read_record, save_checkpoint
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import record
 
@@ -112,3 +112,22 @@ def test_the_set_aside_copy_stands_in_for_a_lost_iteration(tmp_path: Path) -> No
         "iter_0000015",
         "latest",
     ]
+
+
+def test_latest_as_a_link(tmp_path: Path) -> None:
+    save(tmp_path, 5, 10)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("iter_0000005")
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000005"
+    save(tmp_path, 12)  # which replaces the link, not what it names
+    assert (tmp_path / "latest").read_text() == "iter_0000012\n"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 200_000])
+def test_a_damaged_record_names_the_checkpoint_to_use(tmp_path: Path, text: str) -> None:
+    save(tmp_path, 5, 10)
+    (tmp_path / "iter_0000010" / "megafp8.json").write_text(text)
+    with pytest.raises(
+        CheckpointError, match="not valid JSON.* use --load .*/iter_0000005 instead"
+    ):
+        read_record(tmp_path / "iter_0000010")

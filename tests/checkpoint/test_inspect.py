@@ -144,3 +144,29 @@ def test_nan_is_a_difference_that_shows(source: Path, tmp_path: Path) -> None:
     other, _ = write_streaming(tmp_path, reader.record, [dict.fromkeys(entries)], read)
     (change,) = compare_checkpoints(source, other)
     assert change.name == WEIGHT and math.isnan(change.largest)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
+def test_what_is_no_scale_is_shown_as_that(source: Path, tmp_path: Path, wrong: float) -> None:
+    reader = TensorReader.open(source)
+
+    def read(name: str) -> Tensor:
+        return torch.tensor(wrong) if name == SCALE else reader.read(name)
+
+    entries = reader.record.tensors
+    other, _ = write_streaming(tmp_path, reader.record, [dict.fromkeys(entries)], read)
+    text = show(inspection_text(inspect_checkpoint(other)))
+    assert f"{wrong:.6g}" in text and "nan" in text and "?" in text
+    changes = list(compare_checkpoints(source, other))
+    assert [change.name for change in changes] == [SCALE] and math.isnan(changes[0].drift or 0.0)
+    assert "1 changed" in show(
+        changes_text(changes, inspect_checkpoint(source), inspect_checkpoint(other))
+    )
+
+
+def test_a_foreign_shard_is_a_problem(source: Path, tmp_path: Path) -> None:
+    copy = copy_of(source, tmp_path)
+    (copy / "__9_0.distcp").write_bytes(b"x")
+    assert inspect_checkpoint(copy).problems == [
+        f"{copy / '__9_0.distcp'} is no file of this checkpoint"
+    ]

@@ -11,7 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+)
 
 from megafp8.checkpoint import load_tensors, read_record, save_checkpoint, verify_files
 from megafp8.checkpoint.metadata import read_metadata
@@ -307,6 +311,22 @@ def _too_large(metadata: Metadata) -> None:
     chunk.sizes = torch.Size([3, 3])
 
 
+def _twice_the_same(metadata: Metadata) -> None:
+    tensor = metadata.state_dict_metadata["a.weight"]
+    tensor.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([1, 3]))] * 2
+
+
+def _of_another_shape(metadata: Metadata) -> None:
+    places = {index.fqn: index for index in metadata.storage_data}
+    other = next(name for name in places if name != "a.weight")
+    metadata.storage_data[places["a.weight"]] = metadata.storage_data[places[other]]
+
+
+def _between_tensors(metadata: Metadata) -> None:
+    for info in metadata.storage_data.values():
+        info.offset, info.length = info.offset + 7, info.length - 7
+
+
 def _not_stored(metadata: Metadata) -> None:
     metadata.storage_data.clear()
 
@@ -323,6 +343,7 @@ def _transform(metadata: Metadata) -> None:
         (_beyond, "points to byte"),
         (_hole, "a.weight has 3 of 6 elements stored"),
         (_too_large, r"a chunk of a.weight lies outside \[2, 3\]"),
+        (_twice_the_same, "chunks of a.weight overlap"),
         (_not_stored, "is not stored"),
         (_transform, "asks for stream transforms"),
     ],
@@ -338,3 +359,43 @@ def test_an_index_that_does_not_fit_its_files_is_refused(
     with pytest.raises(CheckpointError, match=message):
         load_tensors(saved, tensors)
     assert untouched(tensors)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"shape": [2, 4], "dtype": "float32"}, r"float32\[2, 3\] in the latter"),
+        ({"shape": [2, 3], "dtype": "load"}, r"load\[2, 3\] in the former"),
+        (None, "name different tensors: a.weight"),
+    ],
+)
+def test_a_record_and_an_index_that_differ_are_refused(
+    saved: Path, entry: dict[str, object] | None, message: str
+) -> None:
+    content = json.loads((saved / "megafp8.json").read_text())
+    del content["tensors"]["a.weight"]
+    content["tensors"] |= {} if entry is None else {"a.weight": entry}
+    (saved / "megafp8.json").write_text(json.dumps(content))
+    tensors = model(blank=True)
+    with pytest.raises(CheckpointError, match=message):
+        load_tensors(saved, tensors)
+    assert untouched(tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_of_another_shape, r"a.weight at \[0, 0\] is stored as "),
+        (_between_tensors, r"no tensor is stored where \.metadata says"),
+    ],
+)
+def test_an_index_that_points_at_something_else_is_one_line(
+    saved: Path, change: Callable[[Metadata], None], message: str
+) -> None:
+    sizes = {name: entry.size for name, entry in read_record(saved).files.items()}
+    metadata = read_metadata(saved, sizes)
+    change(metadata)
+    plant(saved, pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_tensors(saved, model(blank=True))
+    assert "\n" not in str(raised.value)

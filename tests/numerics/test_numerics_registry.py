@@ -326,7 +326,7 @@ def test_foreign_windows_lose_holes_and_what_skip_does_not_hold() -> None:
         assert made.amax_history[:, 0].tolist() == kept
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, INF, NAN, [1.0, 2.0]])
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1e-42, INF, NAN, [1.0, 2.0]])
 def test_damaged_scales_are_refused(scale) -> None:
     made = registry()
     state = {"fp8.a.input.scale": torch.tensor(scale), "fp8.a.input.amax_history": torch.ones(4)}

@@ -139,7 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # JSON and UTF-8 errors
+    except (ValueError, RecursionError) as error:  # JSON, also of absurd depth, and UTF-8
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, expected an object")

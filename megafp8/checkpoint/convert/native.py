@@ -29,7 +29,7 @@ from megafp8.checkpoint.files import (
     sync_directory,
     write_atomically,
 )
-from megafp8.checkpoint.load import find_checkpoint
+from megafp8.checkpoint.find import find_checkpoint
 from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
 from megafp8.checkpoint.streaming import TensorReader
 from megafp8.config import ModelShape, RunConfig

@@ -1,0 +1,79 @@
+"""State that a checkpoint holds whole and that no run should go on from."""
+
+import dataclasses
+import logging
+import math
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from megafp8.checkpoint.find import read_record
+from megafp8.checkpoint.rewrite import write_streaming
+from megafp8.checkpoint.scale_state import scale_targets
+from megafp8.checkpoint.streaming import TensorReader
+from megafp8.errors import CheckpointError
+from megafp8.train.state import TrainState, load_state, save_state
+from tests.model.small import (
+    FP8,
+    VOCAB,
+    one_rank,  # noqa: F401
+    small_config,
+    start_run,
+)
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+WEIGHT = "decoder.layers.1.mlp.linear_fc1.weight"
+
+
+@pytest.mark.parametrize(
+    "name", [WEIGHT, f"optimizer.{WEIGHT}.exp_avg", f"optimizer.{WEIGHT}.step"]
+)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_values_that_are_not_finite_are_named(tmp_path: Path, name: str, bad: float) -> None:
+    config = small_config(**FP8)
+    run = start_run(config)
+    run.train(range(1))
+    good = save_state(tmp_path / "a", TrainState(1, 8), run.step, run.mesh, config, None, VOCAB)
+    reader = TensorReader.open(good)
+
+    def read(wanted: str) -> Tensor:
+        tensor = reader.read(wanted)
+        if wanted == name:
+            tensor.view(-1)[-1:] = bad
+        return tensor
+
+    names = [dict.fromkeys(reader.record.tensors)]
+    path, _ = write_streaming(tmp_path / "b", reader.record, names, read)
+    with pytest.raises(CheckpointError, match="not finite, in 1 tensors") as raised:
+        load_state(path, run.step, config, run.step.loss_scaler)
+    assert name in str(raised.value)
+    load_state(good, run.step, config, run.step.loss_scaler)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 2), (10**13,)])
+def test_a_window_of_an_impossible_shape_is_not_allocated(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    config = small_config(**FP8)
+    run = start_run(config)
+    run.train(range(1))
+    path = save_state(tmp_path, TrainState(1, 8), run.step, run.mesh, config, None, VOCAB)
+    record = read_record(path)
+    name = next(name for name in record.tensors if name.endswith(".amax_history"))
+    entry = dataclasses.replace(record.tensors[name], shape=shape)
+    record = dataclasses.replace(record, tensors={**record.tensors, name: entry})
+    with pytest.raises(CheckpointError, match=r"has shape .*, expected \[H\]"):
+        scale_targets(run.model.registry, record, run.mesh, reduced=True)
+
+
+def test_a_folder_of_another_iteration_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = small_config(**FP8)
+    run = start_run(config)
+    path = save_state(tmp_path, TrainState(1, 8), run.step, run.mesh, config, None, VOCAB)
+    renamed = path.rename(tmp_path / "iter_0000999")
+    with caplog.at_level(logging.WARNING, "megafp8"):
+        state = load_state(renamed, run.step, config, run.step.loss_scaler)
+    assert state.iteration == 1 and "is of iteration 1 by its record" in caplog.text
