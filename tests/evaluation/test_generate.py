@@ -137,7 +137,7 @@ def test_end_of_document_ends_the_text(monkeypatch):
 def test_padding_behind_the_prompt_changes_nothing():
     from megafp8.evaluation.generate import _next_logits
 
-    run = start_run(small_config(**{**VALUES, "bf16": False, "fp8_format": None}), 257)
+    run = start_run(small_config(**{**VALUES, "bf16": False, "fp8_format": "none"}), 257)
     run.model.set_training(False)
     (stage,) = run.model.stages
     ids = TOKENIZER.encode("hello")
