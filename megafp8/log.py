@@ -24,6 +24,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
+    # A property where the base class has an attribute: looked up anew for each record.
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stderr

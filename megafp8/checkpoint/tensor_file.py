@@ -107,6 +107,7 @@ def view_tensor(archive: memoryview) -> Tensor | None:
         so that only `torch.load` knows what it is.
     """
     try:
+        # zipfile reads, seeks and tells, which _View does; its stub asks for a whole IO[bytes].
         with zipfile.ZipFile(_View(archive)) as files:  # type: ignore[arg-type]
             names = {name.partition("/")[2]: name for name in files.namelist()}
             described = _Reader(io.BytesIO(files.read(names["data.pkl"]))).load()

@@ -212,6 +212,7 @@ def _add_key(
         isinstance(value, list) and not all(isinstance(item, RawText) for item in value)
     ):
         raise ConfigurationError(f"{place}: found nested values, allowed one value or a plain list")
+    # The test above leaves a RawText or a list of them, which a checker does not see through all().
     scalars: RawValue = value  # type: ignore[assignment]
     _add(given, target, scalars, value.where if isinstance(value, RawText) else place)
 

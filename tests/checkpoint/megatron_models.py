@@ -220,8 +220,10 @@ def load_dist(folder: str, style: str, tp: int) -> Tensor:
             model.sharded_state_dict(), folder, strict=StrictHandling.RAISE_ALL
         )
         names = {name for name, _ in model.named_parameters()}
-        model.load_state_dict({k: v for k, v in state.items() if k in names}, strict=False)
+        # Without Megatron's `_extra_state` keys, which hold no weight; every weight is demanded.
         assert names <= state.keys(), names - state.keys()
+        found = model.load_state_dict({k: v for k, v in state.items() if k in names}, strict=False)
+        assert not found.unexpected_keys and not names & set(found.missing_keys)
         return forward(model)
 
 
