@@ -37,7 +37,8 @@ from torch.distributed.checkpoint.planner import (
 
 from megafp8.checkpoint.files import METADATA_NAME
 from megafp8.checkpoint.find import read_record, verify_files
-from megafp8.checkpoint.metadata import CheckpointReader, check_index
+from megafp8.checkpoint.metadata import check_index
+from megafp8.checkpoint.reader import CheckpointReader
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
 from megafp8.checkpoint.tensor_file import view_tensor
 from megafp8.checkpoint.writing import ChecksumStream
@@ -110,10 +111,8 @@ class TensorReader:
     def __init__(self, directory: Path, record: CheckpointRecord) -> None:
         """Open files that have been verified, or have just been written; see `open`."""
         self.directory, self.record = Path(directory), record
-        sizes = {name: entry.size for name, entry in record.files.items()}
-        self._reader = CheckpointReader(self.directory, sizes)
+        self._reader = CheckpointReader(self.directory, record.files)
         self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         check_index(self.directory, record, self._metadata)
 
     @classmethod
