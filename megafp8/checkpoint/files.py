@@ -9,11 +9,12 @@ import fcntl
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+from isal.isal_zlib import crc32
 
 RECORD_NAME = "megafp8.json"
 METADATA_NAME = ".metadata"
@@ -104,7 +105,7 @@ def crc32_of(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         read_ahead(file)
         while count := file.readinto(chunk):
-            checksum = zlib.crc32(chunk[:count], checksum)
+            checksum = crc32(chunk[:count], checksum)
     return f"{checksum:08x}"
 
 

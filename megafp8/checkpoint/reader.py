@@ -5,12 +5,12 @@ would take half as long again.
 """
 
 import mmap
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from isal.isal_zlib import crc32
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -28,9 +28,6 @@ from megafp8.checkpoint.metadata import read_metadata
 from megafp8.checkpoint.record import FileEntry
 from megafp8.checkpoint.tensor_file import StoredTensor, locate_tensor
 from megafp8.errors import CheckpointError
-
-# First byte in a file, and the memory that it and the bytes after it belong to.
-Piece = tuple[int, memoryview]
 
 
 class CheckpointReader(FileSystemReader):
@@ -108,16 +105,15 @@ class CheckpointReader(FileSystemReader):
     def _read_file(
         self, name: str, items: list[ReadItem], planner: LoadPlanner, verify: bool
     ) -> None:
-        pieces: list[Piece] = []
         strided: list[tuple[Tensor, Tensor]] = []
         unknown: list[ReadItem] = []
         with (self.directory / name).open("rb", buffering=0) as file:
-            if verify:
-                read_ahead(file)
+            content = _Content(file, verify)
             # Private, so that torch may have it writable; nothing is written to it. What it shows
             # of damaged bytes is not used: `locate_tensor` checks all that it returns.
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-            for item in items:
+            # In the file's order: the disk reads on while a tensor is looked at and filled.
+            for item in sorted(items, key=lambda one: self.storage_data[one.storage_index].offset):
                 place = self.storage_data[item.storage_index]
                 archive = mapped[place.offset : place.offset + place.length]
                 stored = None
@@ -127,18 +123,16 @@ class CheckpointReader(FileSystemReader):
                     unknown.append(item)
                     continue
                 target = self._target(item, stored, planner)
-                piece = _whole_piece(item, stored, target, place.offset)
-                if piece is not None:
-                    pieces.append(piece)
+                into, first = _whole(item, stored, target), stored.first_byte
+                if into is not None and first is not None:
+                    content.read_into(place.offset + first, into)
                     continue
                 source = stored.view(archive)
                 source = narrow_tensor_by_index(source, item.storage_offsets, item.lengths)
                 strided.append((target, source))
             # Damage is looked for before `unknown` bytes are given to torch.load.
             if verify:
-                _compare(self.directory / name, _read_all(file, pieces), self.files[name])
-            else:
-                _read_pieces(file, pieces)
+                _compare(self.directory / name, content.finish(), self.files[name])
             for target, source in strided:
                 target.copy_(source)
         if unknown:
@@ -180,57 +174,60 @@ class CheckpointReader(FileSystemReader):
         return next(chunk for chunk in tensor.chunks if chunk.offsets == index.offset)
 
 
-def _whole_piece(item: ReadItem, stored: StoredTensor, target: Tensor, offset: int) -> Piece | None:
-    """Return where to read a part that is stored and wanted whole and in one run of bytes."""
-    span = stored.span()
-    if span is None or item.lengths != torch.Size(stored.size):
+def _whole(item: ReadItem, stored: StoredTensor, target: Tensor) -> memoryview | None:
+    """Return the target's memory, if a part is wanted whole and the memory is one run of bytes."""
+    if item.lengths != torch.Size(stored.size):
         return None
-    if target.device.type != "cpu" or not target.is_contiguous():
+    if target.device.type != "cpu" or not target.is_contiguous() or not target.numel():
         return None
-    if target.numel() == 0:
-        return offset + span[0], memoryview(b"")
-    into = memoryview(target.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    return offset + span[0], into
+    return memoryview(target.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _read_pieces(file: Any, pieces: list[Piece]) -> None:
-    for start, into in sorted(pieces, key=lambda piece: piece[0]):
-        file.seek(start)
-        _fill(file, into)
+class _Content:
+    """The bytes of a file, each read once where that is possible, and the CRC-32 of all."""
 
+    def __init__(self, file: Any, verify: bool) -> None:
+        self._file, self._verify = file, verify
+        self._position = self._checksum = 0
+        self._scratch = memoryview(bytearray(CHUNK_BYTES if verify else 0))
+        if verify:
+            read_ahead(file)
 
-def _read_all(file: Any, pieces: list[Piece]) -> str:
-    """Read a file from start to end, pieces into their memory; returns the CRC-32 of all of it."""
-    scratch = memoryview(bytearray(CHUNK_BYTES))
-    checksum = position = 0
-    again = []
-    for start, into in sorted(pieces, key=lambda piece: piece[0]):
-        if start < position:
-            again.append((start, into))  # the same bytes for a second tensor
-            continue
-        while position < start:
-            part = scratch[: min(len(scratch), start - position)]
-            checksum = _fill(file, part, checksum)
-            position += len(part)
-        checksum = _fill(file, into, checksum)
-        position += len(into)
-    while count := file.readinto(scratch):
-        checksum = zlib.crc32(scratch[:count], checksum)
-    _read_pieces(file, again)
-    return f"{checksum:08x}"
+    def read_into(self, start: int, into: memoryview) -> None:
+        """Fill memory with the bytes from `start`; summed if they follow those read before.
 
+        Raises:
+            CheckpointError: the file ends before.
+        """
+        if not self._verify or start < self._position:
+            self._file.seek(start)
+            self._fill(into)
+            self._file.seek(self._position)
+            return
+        while self._position < start:
+            self._sum(self._scratch[: start - self._position])
+        self._sum(into)
 
-def _fill(file: Any, into: memoryview, checksum: int = 0) -> int:
-    """Fill memory from a file; returns the CRC-32 continued, taken while the bytes are cached."""
-    done = 0
-    while done < len(into):
-        part = into[done : done + CHUNK_BYTES]
-        count = file.readinto(part)
-        if not count:
-            raise CheckpointError(f"{file.name} ends early: it was cut while it was read")
-        checksum = zlib.crc32(part[:count], checksum)
-        done += count
-    return checksum
+    def finish(self) -> str:
+        """Read the rest; returns the CRC-32 of the whole file."""
+        while count := self._file.readinto(self._scratch):
+            self._checksum = crc32(self._scratch[:count], self._checksum)
+        return f"{self._checksum:08x}"
+
+    def _sum(self, into: memoryview) -> None:
+        for first in range(0, len(into), CHUNK_BYTES):
+            part = into[first : first + CHUNK_BYTES]
+            self._fill(part)
+            self._checksum = crc32(part, self._checksum)  # from the processor's cache
+        self._position += len(into)
+
+    def _fill(self, into: memoryview) -> None:
+        done = 0
+        while done < len(into):
+            count = self._file.readinto(into[done:])
+            if not count:
+                raise CheckpointError(f"{self._file.name} ends early: it was cut while it was read")
+            done += count
 
 
 def _compare(path: Path, found: str, entry: FileEntry) -> None:

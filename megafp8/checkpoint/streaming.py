@@ -8,7 +8,6 @@ what each rank of the target layout would save.
 import mmap
 import os
 import pickle
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from isal.isal_zlib import crc32
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -92,7 +92,7 @@ def bytes_of(entry: TensorEntry) -> int:
 
 def crc32_of_tensor(tensor: Tensor) -> str:
     """Return the CRC-32 of a tensor's bytes in row-major order, eight hexadecimal digits."""
-    return f"{zlib.crc32(_byte_view(tensor.contiguous())):08x}"
+    return f"{crc32(_byte_view(tensor.contiguous())):08x}"
 
 
 def _byte_view(tensor: Tensor) -> Any:

@@ -124,14 +124,15 @@ class StoredTensor:
         flat = torch.frombuffer(archive, dtype=self.dtype, count=self.count, offset=self.start)
         return flat.as_strided(self.size, self.stride, self.first)
 
-    def span(self) -> tuple[int, int] | None:
-        """Return first byte and length in the archive; None if it is not in row-major order."""
+    @property
+    def first_byte(self) -> int | None:
+        """Where in the archive its bytes begin; None if they are not in row-major order."""
         expected = 1
         for size, step in zip(reversed(self.size), reversed(self.stride), strict=True):
             if size != 1 and step != expected:
                 return None
             expected *= size
-        return self.start + self.first * self.dtype.itemsize, expected * self.dtype.itemsize
+        return self.start + self.first * self.dtype.itemsize
 
 
 def locate_tensor(archive: memoryview) -> StoredTensor | None:

@@ -83,9 +83,7 @@ def two_checkpoints(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", [truncate, empty, flip, swap, remove, add])
-def test_damage_is_found_by_a_load(
-    tmp_path: Path, damage: Callable[[Path], str]
-) -> None:
+def test_damage_is_found_by_a_load(tmp_path: Path, damage: Callable[[Path], str]) -> None:
     """The file is named, and the command for the older checkpoint that is good."""
     root = two_checkpoints(tmp_path)
     record = read_record(root / "iter_0000006")
