@@ -45,7 +45,7 @@ from megafp8.checkpoint.writing import ChecksumStream
 from megafp8.errors import CheckpointError
 
 # Bytes of tensors that may be in memory at once; a larger tensor is alone there.
-BUFFER_BYTES = 128 * 2**20
+BUFFER_BYTES = 64 * 2**20
 # Reading, checksums and writing release the interpreter's lock, so threads are enough.
 WORKERS = max(2, min(8, os.cpu_count() or 2))
 
