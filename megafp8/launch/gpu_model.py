@@ -22,7 +22,7 @@ from megafp8.layers.native import NativeBackend
 from megafp8.layers.rope import Rope
 from megafp8.model.block import Block
 from megafp8.model.gpt import GPTStage
-from megafp8.numerics import Recipe, ScaleRegistry, fp8_hardware
+from megafp8.numerics import Recipe, ScaleRegistry, writes_fp32
 from megafp8.numerics.kernels import KernelChoice
 from megafp8.parallel.fsdp import begin_micro_batch, shard_module, take_fp32_gradients
 from megafp8.parallel.mesh import Mesh
@@ -231,7 +231,7 @@ class LightTraining:
         self, sizes: Sizes, mesh: Mesh, recipe: Recipe | None, kernels: KernelChoice
     ) -> None:
         context = light_context(sizes, mesh, recipe, kernels, torch.float32)
-        fp32_wgrad = recipe is not None and fp8_hardware(mesh.world.device)[0]
+        fp32_wgrad = recipe is not None and writes_fp32(recipe, mesh.world.device)
         context = replace(context, fp32_wgrad=fp32_wgrad)
         layout = mesh.layout
         assert layout.layers_per_stage == sizes.layers, "the mesh is of another depth"
