@@ -4,7 +4,8 @@
 
 Needs torch alone; with Triton it measures the fused kernels, with TransformerEngine (and what
 training needs) it compares the two backends. Prints Markdown and writes it, and the same numbers as
-JSON. Exit code 1 if a check fails. What cannot be checked here is a row with the reason.
+JSON. Exit code 1 if a check fails. What cannot be checked here is a row with the reason; what
+raises is a failed row with the error, and the rest still runs.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megafp8.launch.gpu_model import Sizes, light_context, single_layout
-from megafp8.launch.gpu_rows import Row, render_rows
+from megafp8.launch.gpu_model import Sizes, light_context, recipes, single_layout
+from megafp8.launch.gpu_rows import Row, guarded, render_rows
 from megafp8.launch.gpu_speed import LLAMA_8B, TINY, Measurement, measure_speed, render_speed
 from megafp8.layers import LinearOptions, transformer_engine
 from megafp8.layers.native import NativeBackend
-from megafp8.numerics import Recipe, compute_amax, fp8_hardware
+from megafp8.numerics import Recipe, compute_amax, fp8_hardware, recipe_hardware
 from megafp8.numerics.kernels import EAGER, KernelChoice, choose_kernels
 from megafp8.parallel.mesh import Mesh, build_mesh
 from megafp8.parallel.startup import World, start, stop
@@ -79,20 +82,38 @@ def decibel(found: Tensor, wanted: Tensor) -> float:
 
 
 def value_rows(sizes: Sizes, mesh: Mesh, kernels: KernelChoice) -> list[Row]:
-    """FP8 products against BF16's, and the kernels against plain torch."""
+    """FP8 products against BF16's, and the kernels against plain torch, recipe by recipe."""
     wanted = products(sizes, mesh, None, EAGER)
-    plain = products(sizes, mesh, Recipe(), EAGER)
     rows = []
-    for name, floor in FLOOR_DB.items():
-        value = decibel(plain[name], wanted[name])
+    for name, recipe in recipes().items():
+        units, why = recipe_hardware(recipe, mesh.world.device)
+        rows.append(Row(f"{name}: GEMMs", why, "ok" if units else "skipped"))
+        call = partial(_recipe_rows, name, recipe, sizes, mesh, kernels, wanted)
+        rows += guarded(f"{name}: products", call, rows)
+    return rows
+
+
+def _recipe_rows(
+    name: str,
+    recipe: Recipe,
+    sizes: Sizes,
+    mesh: Mesh,
+    kernels: KernelChoice,
+    wanted: dict[str, Tensor],
+) -> list[Row]:
+    plain = products(sizes, mesh, recipe, EAGER)
+    rows = []
+    for key, floor in FLOOR_DB.items():
+        value = decibel(plain[key], wanted[key])
         verdict = "ok" if value >= floor else "FAIL"
-        rows.append(Row(f"{name}, fp8 against bf16", f"{value:.1f} dB", verdict, value))
+        rows.append(Row(f"{name}: {key}, fp8 against bf16", f"{value:.1f} dB", verdict, value))
+    title = f"{name}: kernels against plain torch"
     if not kernels.fused:
-        return [*rows, Row("kernels against plain torch", kernels.reason, "skipped")]
-    fused = products(sizes, mesh, Recipe(), kernels)
-    differ = [name for name, value in plain.items() if not torch.equal(fused[name], value)]
+        return [*rows, Row(title, kernels.reason, "skipped")]
+    fused = products(sizes, mesh, recipe, kernels)
+    differ = [key for key, value in plain.items() if not torch.equal(fused[key], value)]
     found = f"{', '.join(differ)} differ" if differ else "all products and scales are bit-equal"
-    return [*rows, Row("kernels against plain torch", found, "FAIL" if differ else "ok")]
+    return [*rows, Row(title, found, "FAIL" if differ else "ok")]
 
 
 def backend_rows(world: World, tiny: bool, steps: int) -> list[Row]:
@@ -123,9 +144,19 @@ def run_checks(world: World, tiny: bool, steps: int) -> tuple[list[Row], list[Me
         Row("native FP8 GEMMs", why, "ok" if native_fp8 else "skipped"),
         Row("fused kernels", kernels.reason, "ok" if kernels.fused else "skipped"),
     ]
-    rows += value_rows(TINY if tiny else LLAMA_8B, build_mesh(single_layout(), world), kernels)
-    rows += backend_rows(world, tiny, steps)
-    return rows, measure_speed(world, tiny, kernels)
+    sizes, mesh = TINY if tiny else LLAMA_8B, build_mesh(single_layout(), world)
+    rows += guarded("values", lambda: value_rows(sizes, mesh, kernels), rows)
+    rows += guarded("backends", lambda: backend_rows(world, tiny, steps), rows)
+    return rows, measure_speed(world, tiny, kernels, rows)
+
+
+def plain(row: Row | Measurement) -> dict[str, Any]:
+    """A row for JSON, which has no inf (two equal tensors, in dB) and no NaN: they are null."""
+    values = asdict(row)
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            values[name] = None
+    return values
 
 
 def main(argv: list[str]) -> int:
@@ -141,8 +172,8 @@ def main(argv: list[str]) -> int:
     table = render_rows(rows) + "\n" + render_speed(speed)
     out = Path(arguments.out)
     out.with_suffix(".md").write_text(table, encoding="utf-8")
-    content = {"checks": [asdict(row) for row in rows], "speed": [asdict(row) for row in speed]}
-    text = json.dumps(content, indent=1, allow_nan=False, default=str)
+    content = {"checks": [plain(row) for row in rows], "speed": [plain(row) for row in speed]}
+    text = json.dumps(content, indent=1, allow_nan=False)
     out.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
     print(table)
     return 1 if any(row.verdict == "FAIL" for row in rows) else 0

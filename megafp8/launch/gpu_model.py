@@ -22,7 +22,7 @@ from megafp8.layers.native import NativeBackend
 from megafp8.layers.rope import Rope
 from megafp8.model.block import Block
 from megafp8.model.gpt import GPTStage
-from megafp8.numerics import Recipe, ScaleRegistry, fp8_hardware
+from megafp8.numerics import E4M3, Recipe, ScaleRegistry, writes_fp32
 from megafp8.numerics.kernels import KernelChoice
 from megafp8.parallel.fsdp import begin_micro_batch, shard_module, take_fp32_gradients
 from megafp8.parallel.mesh import Mesh
@@ -146,6 +146,19 @@ class _DeviceFactory:
         return nn.Parameter(tensor)
 
 
+def recipes() -> dict[str, Recipe]:
+    """Every recipe, in the formats in which its GPU runs it."""
+    e4m3: dict[str, Any] = {"gradient_format": E4M3}
+    return {
+        "delayed": Recipe(),
+        "tensorwise": Recipe(name="tensorwise"),
+        "rowwise": Recipe(name="rowwise", **e4m3),
+        "rowwise_with_gw_hp": Recipe(name="rowwise_with_gw_hp", fp8_wgrad=False, **e4m3),
+        "blockwise": Recipe(name="blockwise", power_of_2_scales=True, **e4m3),
+        "mxfp8": Recipe(name="mxfp8", power_of_2_scales=True, **e4m3),
+    }
+
+
 def light_context(
     sizes: Sizes, mesh: Mesh, recipe: Recipe | None, kernels: KernelChoice, dtype: torch.dtype
 ) -> LayerContext:
@@ -231,7 +244,7 @@ class LightTraining:
         self, sizes: Sizes, mesh: Mesh, recipe: Recipe | None, kernels: KernelChoice
     ) -> None:
         context = light_context(sizes, mesh, recipe, kernels, torch.float32)
-        fp32_wgrad = recipe is not None and fp8_hardware(mesh.world.device)[0]
+        fp32_wgrad = recipe is not None and writes_fp32(recipe, mesh.world.device)
         context = replace(context, fp32_wgrad=fp32_wgrad)
         layout = mesh.layout
         assert layout.layers_per_stage == sizes.layers, "the mesh is of another depth"

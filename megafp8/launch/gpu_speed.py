@@ -24,19 +24,26 @@ from megafp8.launch.gpu_model import (
     Sizes,
     light_block,
     light_context,
+    recipes,
     single_layout,
 )
+from megafp8.launch.gpu_rows import Row, guarded
 from megafp8.layers import LinearOptions
 from megafp8.layers.mlp import swiglu
 from megafp8.layers.native import NativeBackend
 from megafp8.numerics import (
     E4M3,
+    E5M2,
+    Fp8Format,
     QuantizedTensor,
     Recipe,
     ScaleRegistry,
     compute_amax,
+    dgrad,
     fp8_hardware,
     fprop,
+    recipe_hardware,
+    wgrad,
 )
 from megafp8.numerics import quantize as eager_quantize
 from megafp8.numerics.kernels import EAGER, KernelChoice
@@ -46,7 +53,11 @@ from megafp8.parallel.startup import World
 LLAMA_8B = Sizes(hidden=4096, ffn=14336, heads=32, groups=8, seq=4096, batch=2)
 LLAMA_70B = Sizes(hidden=8192, ffn=28672, heads=64, groups=8, seq=4096, batch=2)
 SMALL = Sizes(hidden=2048, ffn=7168, heads=16, groups=8, seq=2048, batch=4, layers=8, vocab=32000)
-TINY = Sizes(hidden=64, ffn=128, heads=4, groups=2, seq=32, batch=2, layers=2, vocab=128)
+TINY = Sizes(hidden=128, ffn=256, heads=4, groups=2, seq=64, batch=2, layers=2, vocab=128)
+
+
+# What a row calls it, the recipe (None: BF16), what quantizes.
+Variant = tuple[str, "Recipe | None", KernelChoice]
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,7 @@ class Measurement:
         gigabytes: moved in a second, in units of 10**9.
         of_copy: gigabytes as a share of the measured copy.
         speedup: BF16's time over this one's.
+        overhead: share of the time that is not in the three FP8 products: quantization, mostly.
         peak_mib: most memory allocated while it ran.
     """
 
@@ -73,6 +85,7 @@ class Measurement:
     gigabytes: float | None = None
     of_copy: float | None = None
     speedup: float | None = None
+    overhead: float | None = None
     peak_mib: float | None = None
 
 
@@ -105,6 +118,12 @@ class Clock:
         torch.cuda.synchronize(self.device)
         seconds = statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
         return seconds, torch.cuda.max_memory_allocated(self.device) / 2**20
+
+    def forget(self) -> None:
+        """Let go of what the last call held, so that the next peak is its own."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
@@ -155,8 +174,10 @@ def quantization(
         "swiglu + quantize, separate": (lambda: separate(swiglu(wide)), 6.0),
     }
     if kernels.fused:
+        from megafp8.numerics.kernels.blocks import cast_blocks
         from megafp8.numerics.kernels.cast import cast
         from megafp8.numerics.kernels.fused import norm_cast, swiglu_cast
+        from megafp8.numerics.kernels.rows import cast_rows
 
         weight = torch.ones(k, device=clock.device)
         both: dict[str, Any] = {"amax": amax, "transposed": True}
@@ -169,6 +190,16 @@ def quantization(
             lambda: norm_cast(x, weight, None, 1e-5, scale, E4M3, **both),
             6.0,
         )
+        calls["quantize rows and columns, two kernels"] = (
+            lambda: cast_rows(x, E4M3, power_of_2=False),
+            6.0,
+        )
+        for name, block, mx in (("1x128", (1, 128), False), ("128x1", (128, 1), False),
+                                ("1x32", (1, 32), True), ("32x1", (32, 1), True)):  # fmt: skip
+            call = partial(
+                cast_blocks, x, block, E4M3, mx=mx, power_of_2=True, transposed=block[1] == 1
+            )
+            calls[f"quantize blocks {name}, one kernel"] = (call, 3.0)
     rows = []
     for name, (call, bytes_each) in calls.items():
         taken, _ = clock(call)
@@ -195,18 +226,23 @@ def _pass(module: Any, registry: ScaleRegistry | None, x: Tensor, dy: Tensor, *m
     module(x, *more).backward(dy)
 
 
+def _variants(kernels: list[KernelChoice]) -> list[Variant]:
+    """BF16, then delayed FP8 with each of the kernels."""
+    fp8 = [(f"fp8, {choice.chosen}", Recipe(), choice) for choice in kernels]
+    return [("bf16", None, EAGER), *fp8]
+
+
 def _compared(
     clock: Clock,
     ceilings: Ceilings,
     name: str,
     flops: float,
     make: Callable[[Recipe | None, KernelChoice], Callable[[], object]],
-    kernels: list[KernelChoice],
+    variants: list[Variant],
+    products: float | None = None,
 ) -> list[Measurement]:
-    """BF16, then FP8 with each of the kernels."""
+    """Each variant, against the first, which is BF16; `products` are seconds of FP8's GEMMs."""
     rows: list[Measurement] = []
-    variants: list[tuple[str, Recipe | None, KernelChoice]] = [("bf16", None, EAGER)]
-    variants += [(f"fp8, {choice.chosen}", Recipe(), choice) for choice in kernels]
     for precision, recipe, choice in variants:
         call = make(recipe, choice)
         taken, peak = clock(call)
@@ -219,50 +255,82 @@ def _compared(
             taken * 1e3,
             rate / 1e12,
             of_ceiling=None if ceiling is None else rate / ceiling,
+            overhead=None if recipe is None or products is None else 1 - products / taken,
             peak_mib=peak,
         )
         bf16 = rows[0].milliseconds if rows else row.milliseconds
         rows.append(replace(row, speedup=bf16 / row.milliseconds))
-        gc.collect()  # the next variant's peak must not hold this one's tensors
-        if clock.device.type == "cuda":
-            torch.cuda.empty_cache()
+        clock.forget()
     return rows
 
 
+def three_products(clock: Clock, tokens: int, inner: int, outer: int) -> float:
+    """Seconds of fprop, dgrad and wgrad alone, on operands that are in FP8 in both directions."""
+
+    def operand(rows: int, columns: int, fmt: Fp8Format) -> QuantizedTensor:
+        x = torch.randn(rows, columns, device=clock.device, dtype=torch.bfloat16)
+        codes = eager_quantize(x, one, fmt)
+        return QuantizedTensor(codes, one, fmt, transposed=codes.t().contiguous())
+
+    one = torch.ones((), device=clock.device)
+    x, w = operand(tokens, inner, E4M3), operand(outer, inner, E4M3)
+    dy = operand(tokens, outer, E5M2)
+    taken, _ = clock(lambda: (fprop(x, w), dgrad(dy, w), wgrad(dy, x)))
+    clock.forget()
+    return taken
+
+
+def _linear_pass(
+    clock: Clock, sizes: Sizes, mesh: Mesh, short: str, recipe: Recipe | None, choice: KernelChoice
+) -> Callable[[], object]:
+    """Forward and backward of one linear of a block, to be called often."""
+    inner, outer = sizes.linears[short]
+    part = "mlp" if "fc" in short else "self_attention"
+    name = f"decoder.layers.0.{part}.{short}"
+    context = light_context(sizes, mesh, recipe, choice, torch.bfloat16)
+    linear = NativeBackend().linear(
+        context, LinearOptions(name, "column", recipe is not None, False)
+    )
+    if context.registry is not None:
+        context.registry.finalize(clock.device)
+    x, dy = (
+        torch.randn(sizes.tokens, 1, width, device=clock.device, dtype=torch.bfloat16)
+        for width in (inner, outer)
+    )
+    return partial(_pass, linear, context.registry, x.requires_grad_(True), dy)
+
+
 def linears(
-    clock: Clock, ceilings: Ceilings, label: str, sizes: Sizes, mesh: Mesh, kernels: list[Any]
+    clock: Clock, ceilings: Ceilings, label: str, sizes: Sizes, mesh: Mesh, variants: list[Variant]
 ) -> list[Measurement]:
     """Each linear of a block, forward and backward."""
     rows = []
     for short, (inner, outer) in sizes.linears.items():
-        part = "mlp" if "fc" in short else "self_attention"
-        name = f"decoder.layers.0.{part}.{short}"
-
-        def make(
-            recipe: Recipe | None,
-            choice: KernelChoice,
-            name: str = name,
-            inner: int = inner,
-            outer: int = outer,
-        ) -> Callable[[], object]:
-            context = light_context(sizes, mesh, recipe, choice, torch.bfloat16)
-            linear = NativeBackend().linear(
-                context, LinearOptions(name, "column", recipe is not None, False)
-            )
-            if context.registry is not None:
-                context.registry.finalize(clock.device)
-            x = torch.randn(sizes.tokens, 1, inner, device=clock.device, dtype=torch.bfloat16)
-            dy = torch.randn(sizes.tokens, 1, outer, device=clock.device, dtype=torch.bfloat16)
-            return partial(_pass, linear, context.registry, x.requires_grad_(True), dy)
-
-        flops = 6.0 * sizes.tokens * inner * outer
-        title = f"{label} {short} {inner} x {outer}"
-        rows += _compared(clock, ceilings, title, flops, make, kernels)
+        products = None
+        if fp8_hardware(clock.device)[0]:
+            products = three_products(clock, sizes.tokens, inner, outer)
+        make = partial(_linear_pass, clock, sizes, mesh, short)
+        flops, title = 6.0 * sizes.tokens * inner * outer, f"{label} {short} {inner} x {outer}"
+        rows += _compared(clock, ceilings, title, flops, make, variants, products)
     return rows
 
 
+def other_recipes(
+    clock: Clock, ceilings: Ceilings, label: str, sizes: Sizes, mesh: Mesh, kernels: KernelChoice
+) -> list[Measurement]:
+    """The MLP's second linear with every recipe that the device multiplies itself."""
+    variants: list[Variant] = [("bf16", None, EAGER)]
+    for name, recipe in recipes().items():
+        if recipe_hardware(recipe, clock.device)[0]:
+            variants.append((f"fp8 {name}, {kernels.chosen}", recipe, kernels))
+    inner, outer = sizes.linears["linear_fc2"]
+    make = partial(_linear_pass, clock, sizes, mesh, "linear_fc2")
+    flops, title = 6.0 * sizes.tokens * inner * outer, f"{label} recipes, {inner} x {outer}"
+    return _compared(clock, ceilings, title, flops, make, variants)
+
+
 def whole_block(
-    clock: Clock, ceilings: Ceilings, label: str, sizes: Sizes, mesh: Mesh, kernels: list[Any]
+    clock: Clock, ceilings: Ceilings, label: str, sizes: Sizes, mesh: Mesh, variants: list[Variant]
 ) -> list[Measurement]:
     """One transformer block, forward and backward."""
 
@@ -272,11 +340,16 @@ def whole_block(
         x, dy = (torch.randn(shape, device=clock.device, dtype=torch.bfloat16) for _ in range(2))
         return partial(_pass, block, registry, x.requires_grad_(True), dy, KEY)
 
-    return _compared(clock, ceilings, f"{label} block", sizes.block_flops, make, kernels)
+    return _compared(clock, ceilings, f"{label} block", sizes.block_flops, make, variants)
 
 
 def training_step(
-    clock: Clock, ceilings: Ceilings, label: str, sizes: Sizes, world: World, kernels: list[Any]
+    clock: Clock,
+    ceilings: Ceilings,
+    label: str,
+    sizes: Sizes,
+    world: World,
+    variants: list[Variant],
 ) -> list[Measurement]:
     """A training step of a small model: FSDP2 with fp32 masters, AdamW, scale update."""
     layout = replace(single_layout(), layers_per_stage=sizes.layers)
@@ -285,31 +358,46 @@ def training_step(
         return LightTraining(sizes, build_mesh(layout, world), recipe, choice).step
 
     name = f"{label} training step, {sizes.layers} layers"
-    return _compared(clock, ceilings, name, sizes.model_flops, make, kernels)
+    return _compared(clock, ceilings, name, sizes.model_flops, make, variants)
 
 
-def measure_speed(world: World, tiny: bool, kernels: KernelChoice) -> list[Measurement]:
-    """Measure everything on one device; one process, inside a process group."""
+def measure_speed(
+    world: World, tiny: bool, kernels: KernelChoice, failures: list[Row]
+) -> list[Measurement]:
+    """Measure everything on one device; one process, inside a process group.
+
+    What raises is added to `failures`, and the rest is still measured.
+    """
     clock = Clock(world.device, 3 if tiny else 20)
     mesh = build_mesh(single_layout(), world)
     ceilings, rows = measure_ceilings(clock, 64 if tiny else 8192)
     # FP8 with the kernels, and without them: what they bring.
-    choices = [kernels] if not kernels.fused else [kernels, EAGER]
+    variants = _variants([kernels] if not kernels.fused else [kernels, EAGER])
     shapes = {"tiny": TINY} if tiny else {"8B": LLAMA_8B, "70B": LLAMA_70B}
-    for sizes in shapes.values():
-        rows += quantization(clock, ceilings, (sizes.tokens, sizes.ffn), kernels)
+    parts: dict[str, Callable[[], list[Measurement]]] = {}
     for label, sizes in shapes.items():
-        rows += linears(clock, ceilings, label, sizes, mesh, choices)
-        rows += whole_block(clock, ceilings, label, sizes, mesh, choices)
+        shape = (sizes.tokens, sizes.ffn)
+        parts[f"{label} quantization"] = partial(quantization, clock, ceilings, shape, kernels)
+    for label, sizes in shapes.items():
+        known = (clock, ceilings, label, sizes, mesh)
+        parts[f"{label} linears"] = partial(linears, *known, variants)
+        parts[f"{label} block"] = partial(whole_block, *known, variants)
+    label, sizes = next(iter(shapes.items()))
+    parts["recipes"] = partial(other_recipes, clock, ceilings, label, sizes, mesh, kernels)
     label, small = ("tiny", TINY) if tiny else ("small", SMALL)
-    return rows + training_step(clock, ceilings, label, small, world, choices)
+    parts["training step"] = partial(training_step, clock, ceilings, label, small, world, variants)
+    for name, part in parts.items():
+        rows += guarded(f"speed: {name}", part, failures)
+        clock.forget()
+    return rows
 
 
 def render_speed(rows: list[Measurement]) -> str:
     """Return the table in Markdown; empty cells are not measured."""
     lines = [
-        "| what | precision | ms | TFLOP/s | of ceiling | GB/s | of copy | x bf16 | peak MiB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| what | precision | ms | TFLOP/s | of ceiling | GB/s | of copy | x bf16 | overhead "
+        "| peak MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
 
     def cell(value: float | None, form: str) -> str:
@@ -325,6 +413,7 @@ def render_speed(rows: list[Measurement]) -> str:
             cell(row.gigabytes, ".0f"),
             cell(row.of_copy, ".0%"),
             cell(row.speedup, ".2f"),
+            cell(row.overhead, ".0%"),
             cell(row.peak_mib, ".0f"),
         ]
         lines.append("| " + " | ".join(cells) + " |")

@@ -92,14 +92,7 @@ def add_kernels(
                 "allowed with it: auto, eager"
             )
         return choice, EAGER
-    recipe = config.precision.recipe_name
-    if recipe.startswith("rowwise"):
-        reason = f"--fp8-recipe {recipe} has no fused kernels, its scales span whole rows"
-        if asked == "triton":
-            raise PrecisionError(f"--fp8-kernels triton: {reason}; allowed with it: auto, eager")
-        kernels = KernelChoice(asked, "eager", reason)
-    else:
-        kernels = choose_kernels(asked, device)
+    kernels = choose_kernels(asked, device)
     details = {**choice.details, "fp8_kernels": kernels.record()}
     return replace(choice, details=details), kernels
 

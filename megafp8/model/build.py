@@ -17,7 +17,7 @@ from megafp8.layers.choice import BackendChoice, add_kernels, choose_backend, ma
 from megafp8.layers.parameters import local
 from megafp8.layers.rope import Rope, RopeScaling
 from megafp8.model.gpt import GPTStage
-from megafp8.numerics import Recipe, ScaleRegistry, fp8_hardware
+from megafp8.numerics import Recipe, ScaleRegistry, writes_fp32
 from megafp8.parallel.fsdp import (
     Fp8ReduceScatter,
     Fp8Wires,
@@ -144,8 +144,9 @@ def build_model(
 
 def _fp32_weight_gradients(recipe: Recipe | None, choice: BackendChoice, mesh: Mesh) -> bool:
     """Where the GEMM can write fp32, weight gradients are not rounded before they are summed."""
-    native = recipe is not None and choice.chosen == "native"
-    return native and fp8_hardware(mesh.world.device)[0]
+    return (
+        recipe is not None and choice.chosen == "native" and writes_fp32(recipe, mesh.world.device)
+    )
 
 
 def _layer_context(

@@ -16,7 +16,7 @@ from megafp8.numerics.granular import (
     quantize_tensor,
     weight_block,
 )
-from megafp8.numerics.hardware import fp8_hardware, recipe_hardware
+from megafp8.numerics.hardware import fp8_hardware, recipe_hardware, writes_fp32
 from megafp8.numerics.payload import decode_row, encode_rows, sum_rows
 from megafp8.numerics.quantize import QuantizedTensor, compute_amax, decode, quantize
 from megafp8.numerics.recipe import CORE_ROLES, RECIPE_NAMES, ROLES, Recipe, Role
@@ -52,4 +52,5 @@ __all__ = [
     "weight_block",
     "sum_rows",
     "wgrad",
+    "writes_fp32",
 ]

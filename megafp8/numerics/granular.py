@@ -57,8 +57,11 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     fill smaller blocks at the edges, which raises no amax.
     """
     blocks = _as_blocks(x.detach().abs(), whole_block(block, x.shape))
+    whole = [not size for size in block]
     if blocks.numel() == 0:
-        return torch.zeros(blocks.shape[0], blocks.shape[2], dtype=torch.float32, device=x.device)
+        # "All of a dimension" is one block, of an empty one too.
+        grid = [1 if all_of else n for all_of, n in zip(whole, blocks.shape[::2], strict=True)]
+        return torch.zeros(grid, dtype=torch.float32, device=x.device)
     # One dim at a time: torch reduces two at once without vector instructions on CPU (2.13).
     return blocks.amax(1).amax(2).float()
 

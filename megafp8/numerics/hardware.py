@@ -41,11 +41,43 @@ def fp8_hardware(device: torch.device | str) -> tuple[bool, str]:
 def recipe_hardware(recipe: Recipe, device: torch.device | str) -> tuple[bool, str]:
     """Say whether `device` runs the GEMMs of a recipe natively, with the reason."""
     fp8, reason = fp8_hardware(device)
+    if fp8 and recipe.name.startswith("rowwise"):
+        return _row_units(torch.device(device))
     if not fp8 or recipe.name not in ("blockwise", "mxfp8"):
         return fp8, reason
     if recipe.gradient_format != E4M3:
         return False, f"block-scaled GEMMs for {recipe.name} take E4M3 on both sides, not E5M2"
     return _block_units(recipe.name == "mxfp8", torch.device(device))
+
+
+def writes_fp32(recipe: Recipe, device: torch.device | str) -> bool:
+    """Whether the device's own FP8 GEMMs of a recipe can write fp32, for weight gradients.
+
+    torch multiplies rows' scales with cuBLAS on Hopper and with CUTLASS elsewhere, which writes 16
+    bits (torch 2.13, `ScaledBlas.cpp`).
+    """
+    device = torch.device(device)
+    if not recipe_hardware(recipe, device)[0]:
+        return False
+    by_rows = recipe.name.startswith("rowwise")
+    return not by_rows or (_capability(device)[0][0] == 9 and _built_for(_CUBLAS_SCALES))
+
+
+@cache
+def _row_units(device: torch.device) -> tuple[bool, str]:
+    capability, found = _capability(device)
+    if capability[0] > 10:
+        return False, f"{found}; GEMMs with a scale a row are there for 8.9, 9.x and 10.x"
+    return True, found
+
+
+# The CUDA release whose cuBLAS scales rows and blocks of 128.
+_CUBLAS_SCALES = (12, 9)
+
+
+def _built_for(release: tuple[int, int]) -> bool:
+    """Whether torch was built for this CUDA release or a later one."""
+    return tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2]) >= release
 
 
 @cache
@@ -57,8 +89,8 @@ def _block_units(mx: bool, device: torch.device) -> tuple[bool, str]:
         return True, found
     if capability != (9, 0):
         return False, f"{found}; GEMMs with 128x128 blocks need 9.0 (Hopper)"
-    cuda = torch.version.cuda or "0.0"
-    if tuple(int(part) for part in cuda.split(".")[:2]) < (12, 9):
+    if not _built_for(_CUBLAS_SCALES):
+        cuda = torch.version.cuda
         return False, f"torch was built for CUDA {cuda}; GEMMs with 128x128 blocks need 12.9"
     return True, found
 
@@ -75,7 +107,7 @@ def native(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     if device.type != "cuda" or not fp8_hardware(device)[0]:
         return False
     if not _in_blocks(a) and not _in_blocks(b):
-        return True
+        return a.block is None or _row_units(device)[0]
     return a.format == b.format == E4M3 and _block_units(_is_mx(a), device)[0]
 
 
@@ -93,11 +125,12 @@ def native_mm(
         # Grids as [m, k/...] and [n, k/...].
         scale_a, scale_b = scale_a.t() if a_t else scale_a, scale_b if b_t else scale_b.t()
         if _is_mx(a):
-            scale_a, scale_b = swizzled(scale_a), swizzled(scale_b)
+            scale_a, scale_b, fast = swizzled(scale_a), swizzled(scale_b), False
         elif _in_blocks(a):
             return _block_mm(left, right, scale_a, scale_b, b.block[0] == b.block[1], dtype)
         else:
-            scale_a, scale_b = scale_a.contiguous(), scale_b.t().contiguous()
+            # As if new: a dimension of one element may have any stride, and torch looks at it.
+            scale_a, scale_b = scale_a.reshape(-1).view(-1, 1), scale_b.reshape(-1).view(1, -1)
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         left, right, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast
     )
@@ -141,7 +174,7 @@ def _block_mm(
 def swizzled(scales: Tensor) -> Tensor:
     """[n, k/32] E8M0 -> flat, in the order that Blackwell's kernels read: tiles of 128 x 4."""
     rows, columns = scales.shape
-    padded = F.pad(scales.contiguous().view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
+    padded = F.pad(scales.view(torch.uint8).contiguous(), (0, -columns % 4, 0, -rows % 128))
     tiles = padded.view(-(-rows // 128), 128, -(-columns // 4), 4).permute(0, 2, 1, 3)
     order = tiles.reshape(-1, 4, 32, 4).transpose(1, 2)
     return order.reshape(-1).view(torch.float8_e8m0fnu)

@@ -88,6 +88,30 @@ def losses(flags: tuple[str, ...], precision: str = "fp8") -> list[float]:
     return training.iterate(LOSS_ITERATIONS).losses
 
 
+WIRES = ("--fp8-tp-comm", "all", "--fp8-grad-reduce", "--fp8-grad-error-feedback")
+WIRED = [
+    pytest.param(recipe, marks=[] if recipe == "blockwise" else pytest.mark.slow)
+    for recipe in RECIPES
+    if recipe not in ("delayed-micro-batch", "tensorwise")  # test_fp8_wires.py
+]
+
+
+@pytest.mark.parametrize("recipe", WIRED)
+def test_recipe_with_fp8_reductions_follows_one_rank(
+    ranks: Ranks, one_rank: Callable[[str], Curve], recipe: str
+) -> None:
+    """Tp 2 x fsdp 2: reduce-scatters of activations and gradients as FP8, whatever the recipe."""
+    flags = command(recipe, degrees(2, 1, SP), *WIRES)
+    found = ranks.run(curve, world_size=4, flags=flags, timeout=120.0)
+    for other in found[1:]:
+        assert (other.losses, other.grad_norms) == (found[0].losses, found[0].grad_norms)
+    for sent in found[0].comm_bytes:
+        assert set(sent["tp_linear_reduce_scatter"]) == {"uint8"}
+        assert set(sent["fsdp_block_reduce_scatter"]) == {"uint8"}
+    loss, norm = deviations(found[0], one_rank(recipe))
+    assert loss <= BOUNDS["fp8"][0] and norm <= BOUNDS["fp8"][1], (loss, norm)
+
+
 def test_every_recipe_learns_as_bf16_does(ranks: Ranks) -> None:
     """`tests/tools/fp8_loss.py --tracks recipes` compares them over 300 iterations on text."""
     plain = (*SMALL, "--fp8-format", "none", *degrees())

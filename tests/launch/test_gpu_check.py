@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,9 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megafp8.launch import gpu_check
+from megafp8.launch import gpu_check, gpu_model, gpu_speed
 from megafp8.launch.gpu_rows import Row, render_rows
 from megafp8.launch.gpu_speed import LLAMA_8B, Measurement, render_speed
+from megafp8.numerics.kernels import EAGER
+from megafp8.parallel.mesh import build_mesh
+from tests.model.small import one_rank, world  # noqa: F401
 from tests.support.layouts import ROOT
 
 # What a machine with torch, Triton, NumPy and pytest does not have.
@@ -62,9 +66,11 @@ def test_tiny_check_needs_torch_alone(tmp_path: Path) -> None:
     assert found["device"].found == "cpu"
     assert found["TransformerEngine"].verdict == "skipped" and found["TransformerEngine"].found
     assert not [row for row in rows if row.verdict == "FAIL"]
-    assert sum(row.verdict == "ok" for row in rows) == 3  # y, dx and dw
+    for recipe in gpu_model.recipes():  # y, dx and dw
+        assert sum(row.verdict == "ok" for row in rows if row.check.startswith(f"{recipe}: ")) == 3
+        assert found[f"{recipe}: GEMMs"].verdict == "skipped"
     names = {row.name for row in speed}
-    assert {"copy", "product", "tiny block", "tiny linear_fc1 64 x 256"} <= names
+    assert {"copy", "product", "tiny block", "tiny linear_fc1 128 x 512"} <= names
     steps = [row for row in speed if row.name == "tiny training step, 2 layers"]
     assert [row.precision for row in steps] == ["bf16", "fp8, eager"]
     assert all(row.milliseconds > 0 and row.speedup for row in steps)
@@ -82,10 +88,12 @@ def test_kernels_are_checked_and_measured_where_they_run(tmp_path: Path) -> None
         "world = start(0, 1, 0);"
         "kernels = choose_kernels('auto', 'cpu');"
         "rows = value_rows(TINY, build_mesh(single_layout(), world), kernels);"
-        "print(rows[-1].found, rows[-1].verdict); stop()"
+        "found = [row for row in rows if 'kernels against' in row.check];"
+        "print(len(found), {(row.found, row.verdict) for row in found}); stop()"
     )
     done = bare(tmp_path, "-c", script, TRITON_INTERPRET="1")
-    assert done.stdout.strip() == "all products and scales are bit-equal ok", done.stderr[-3000:]
+    wanted = "6 {('all products and scales are bit-equal', 'ok')}"
+    assert done.stdout.strip() == wanted, done.stderr[-3000:]
 
 
 def test_gpu_tests_of_numerics_are_found_without_the_other_packages(tmp_path: Path) -> None:
@@ -119,3 +127,48 @@ def test_script_passes_its_arguments_on() -> None:
     text = (ROOT / "scripts/gpu_check.sh").read_text()
     assert '-m megafp8.launch.gpu_check "$@"' in text and "-m gpu" in text
     subprocess.run(["bash", "-n", str(ROOT / "scripts/gpu_check.sh")], check=True)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_raises_is_a_failed_row_and_the_rest_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> list[Measurement]:
+        raise ValueError("no kernel | here")
+
+    monkeypatch.setattr(gpu_speed, "linears", broken)
+    monkeypatch.setattr(gpu_check, "backend_rows", broken)
+    rows, speed = gpu_check.run_checks(world(), tiny=True, steps=1)
+    failed = {row.check: row.found for row in rows if row.verdict == "FAIL"}
+    assert set(failed) == {"backends", "speed: tiny linears"}
+    assert set(failed.values()) == {"ValueError: no kernel / here"}
+    names = {row.name for row in speed}
+    assert "tiny block" in names and not any("linear_fc1" in name for name in names)
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_overhead_is_what_the_products_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured where the device multiplies FP8; pretended here, with a clock that adds up."""
+    clock = gpu_speed.Clock(torch.device("cpu"), 1)
+    taken = iter([2.0, 8.0, 4.0] * 4)
+    monkeypatch.setattr(gpu_speed.Clock, "__call__", lambda self, call: (next(taken), None))
+    monkeypatch.setattr(gpu_speed, "fp8_hardware", lambda device: (True, ""))
+    ceilings = gpu_speed.Ceilings(1e9, 1e9, 1e9)
+    mesh = build_mesh(gpu_model.single_layout(), world())
+    variants = gpu_speed._variants([EAGER])
+    rows = gpu_speed.linears(clock, ceilings, "tiny", gpu_speed.TINY, mesh, variants)
+    assert [row.overhead for row in rows] == [None, 0.5] * 4
+    assert [row.speedup for row in rows] == [1.0, 2.0] * 4
+    assert "| 50% |" in render_speed(rows).splitlines()[3]
+
+
+def test_three_products_run_in_both_formats() -> None:
+    taken = gpu_speed.three_products(gpu_speed.Clock(torch.device("cpu"), 1), 32, 48, 16)
+    assert taken > 0
+
+
+def test_numbers_that_json_has_not_are_null() -> None:
+    found = [gpu_check.plain(Row("equal", "inf dB", "ok", value)) for value in (math.inf, math.nan)]
+    assert [row["value"] for row in found] == [None, None]
+    assert gpu_check.plain(Measurement("copy", "", 1.0, tflops=math.nan))["tflops"] is None

@@ -314,3 +314,21 @@ def test_repr_tells_what_shares_a_scale_in_each_gemm() -> None:
         text = repr(make_linear(recipe)[0])
         assert NAME in text and all(fragment in text for fragment in fragments), text
     assert "power-of-two" not in repr(make_linear("blockwise fp32")[0])
+
+
+@EACH
+def test_no_tokens_give_no_rows_and_a_zero_weight_gradient(recipe: str) -> None:
+    x, dy = problem()
+    found = products(make_linear(recipe)[0], x[:0], dy[:0])
+    assert found["y"].shape == (0, OUT) and found["dx"].shape == (0, IN)
+    assert found["dw"].shape == (OUT, IN) and not found["dw"].any()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_a_second_derivative_is_refused(recipe: str) -> None:
+    """A gradient penalty would silently be a constant: casts have no derivative."""
+    x, _ = problem()
+    y = make_linear(recipe)[0](x.requires_grad_(True))
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (dx.square().sum() + y.sum()).backward()

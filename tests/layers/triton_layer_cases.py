@@ -152,7 +152,17 @@ def test_tensor_parallel_gathers_get_their_columns() -> None:
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize(
-    "recipe", ["tensorwise", "tensorwise e4m3", "blockwise", "blockwise fp32", "mxfp8"]
+    "recipe",
+    [
+        "tensorwise",
+        "tensorwise e4m3",
+        "rowwise",
+        "rowwise hybrid",
+        "rowwise_with_gw_hp",
+        "blockwise",
+        "blockwise fp32",
+        "mxfp8",
+    ],
 )
 def test_other_recipes_are_the_same_bit_for_bit(recipe: str, cache: bool) -> None:
     results = []

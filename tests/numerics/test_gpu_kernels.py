@@ -7,10 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.numerics import E4M3, E5M2, Fp8Format, compute_amax, fp8_hardware, quantize
+from megafp8.numerics import (
+    E4M3,
+    E5M2,
+    Fp8Format,
+    Recipe,
+    compute_amax,
+    fp8_hardware,
+    quantize,
+    quantize_blocks,
+)
 from megafp8.numerics.kernels import choose_kernels
 
 pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
 
 
 def needs_kernels() -> None:
@@ -99,3 +109,82 @@ def test_a_linear_waits_for_nothing() -> None:
         registry.update()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def awkward(m: int, k: int) -> Tensor:
+    """bf16 [m, k] of many magnitudes, with a row of zeros, a tiny one and an outlier."""
+    x = torch.randn(m, k, device=DEVICE) * torch.logspace(-6, 4, m, device=DEVICE)[:, None]
+    x[0], x[m // 2], x[m // 3, k // 3] = 0.0, 1e-30, 3e4
+    return x.bfloat16()
+
+
+def same(found: Tensor, wanted: Tensor) -> bool:
+    a, b = (t.contiguous().view(torch.uint8) for t in (found, wanted))
+    return torch.equal(a, b)
+
+
+# Few combinations: each is compiled anew, for about a second.
+@pytest.mark.parametrize(
+    ("shape", "transposed", "fmt"),
+    [((130, 257), False, E4M3), ((512, 384), True, E4M3), ((512, 384), False, E5M2)],
+)
+def test_rows_and_blocks(shape: tuple[int, int], transposed: bool, fmt: Fp8Format) -> None:
+    needs_kernels()
+    from megafp8.numerics.kernels.blocks import TILES, cast_blocks
+    from megafp8.numerics.kernels.rows import cast_rows
+
+    x = awkward(*shape)
+    x = x.t() if transposed else x
+    for power_of_2 in (False, True):
+        recipe = Recipe(name="rowwise", power_of_2_scales=power_of_2)
+        *found, amax = cast_rows(x, fmt, power_of_2=power_of_2)
+        assert torch.equal(amax, compute_amax(x))
+        for block, operand in zip(((1, 0), (0, 1)), found, strict=True):
+            wanted, _ = quantize_blocks(x, block, fmt, recipe)
+            assert operand is not None and same(operand.data, wanted.data)
+            assert torch.equal(operand.scale_inv, wanted.scale_inv)
+    for block in TILES:
+        mx = 32 in block
+        recipe = Recipe(name="mxfp8" if mx else "blockwise", power_of_2_scales=True)
+        operand, amax = cast_blocks(
+            x, block, fmt, mx=mx, power_of_2=True, transposed=block[0] > block[1]
+        )
+        wanted, largest = quantize_blocks(x, block, fmt, recipe)
+        assert torch.equal(amax, largest) and same(operand.data, wanted.data)
+        assert same(operand.scale_inv, wanted.scale_inv)
+
+
+def test_activation_and_norm() -> None:
+    """Codes differ where a 16-bit value rounds the other way, which is rare."""
+    needs_kernels()
+    import torch.nn.functional as F
+
+    from megafp8.numerics.kernels.fused import norm_cast, swiglu_backward_cast, swiglu_cast
+
+    m, k, scale = 130, 257, torch.tensor(17.3, device=DEVICE)
+    x, grad = torch.randn(m, 2 * k, device=DEVICE).bfloat16(), torch.randn(m, k, device=DEVICE)
+    leaf = x.clone().requires_grad_(True)
+    gate, up = leaf.chunk(2, -1)
+    activated = F.silu(gate) * up
+    activated.backward(grad.bfloat16())
+    weight, bias = torch.randn(2, k, device=DEVICE).bfloat16()
+    rows = x[:, :k]
+    plain = {
+        "swiglu": (swiglu_cast(x, scale, E4M3, transposed=True), activated),
+        "gradient": (swiglu_backward_cast(grad.bfloat16(), x, scale, E4M3), leaf.grad),
+        "RMSNorm": (norm_cast(rows, weight, None, 1e-5, scale, E4M3), rms(rows, weight)),
+        "LayerNorm": (
+            norm_cast(rows, weight, bias, 1e-5, scale, E4M3),
+            F.layer_norm(rows.float(), (k,), weight.float(), bias.float(), 1e-5).bfloat16(),
+        ),
+    }
+    for name, ((codes, *_), value) in plain.items():
+        assert codes is not None and value is not None
+        wanted = quantize(value, scale, E4M3).view(torch.uint8)
+        different = (codes.view(torch.uint8) != wanted).float().mean()
+        assert different < 0.01, (name, float(different))
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
+    return (y * weight.float()).bfloat16()

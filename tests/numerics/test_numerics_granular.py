@@ -173,6 +173,8 @@ def test_any_strides_give_the_same_bytes(recipe, kind, dtype) -> None:
 
 def test_block_amax_of_nothing() -> None:
     assert block_amax(torch.empty(0, 64), (1, 32)).shape == (0, 2)
+    assert block_amax(torch.empty(0, 64), (0, 1)).shape == (1, 64)
+    assert block_amax(torch.empty(0, 64), (1, 0)).shape == (0, 1)
     cast, amax = quantize_blocks(torch.empty(0, 64), (1, 32), E4M3, RECIPES["mxfp8"])
     assert cast.data.shape == (0, 64) and amax == 0
 

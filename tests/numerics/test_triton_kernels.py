@@ -42,16 +42,18 @@ warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from megafp8.numerics.kernels import blocks, cast, fused
+from megafp8.numerics.kernels import blocks, cast, fused, rows
 
 POINTERS = {"scale": "*fp32", "codes": "*u8", "transposed": "*u8", "amax": "*u32", "mean": "*fp32",
             "rstd": "*fp32", "x": "*bf16", "grad": "*bf16", "weight": "*bf16", "bias": "*bf16",
-            "epsilon": "fp32", "grid": "*fp32"}
+            "epsilon": "fp32", "grid": "*fp32", "row_amax": "*u32", "column_amax": "*u32",
+            "row_inverse": "*fp32", "column_inverse": "*fp32"}
 FLAGS = {"E5M2": True, "CODES": True, "TRANSPOSED": True, "AMAX": True, "CENTERED": True,
          "BM": 64, "BK": 128, "BLOCK": 1024, "R": 1, "C": 128, "MX": False,
-         "POWER_OF_2": True}
+         "POWER_OF_2": True, "ROWS": True, "COLUMNS": True}
 for kernel in (cast._cast_kernel, fused._swiglu_kernel, fused._dswiglu_kernel,
-               fused._row_statistics_kernel, fused._normalize_kernel, blocks._block_kernel):
+               fused._row_statistics_kernel, fused._normalize_kernel, blocks._block_kernel,
+               rows._amax_kernel, rows._rows_kernel):
     for capability in CAPABILITIES:
         constants = {name: FLAGS[name] for name in kernel.arg_names if name in FLAGS}
         signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32")
@@ -76,7 +78,7 @@ def test_kernels_compile_for_every_generation_with_fp8_units(tmp_path: Path) -> 
         [sys.executable, str(path)], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == 18
+    assert len(done.stdout.splitlines()) == 24
 
 
 def test_auto_takes_eager_on_a_cpu_and_says_why() -> None:

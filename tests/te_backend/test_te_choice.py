@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megafp8.config.cli import load_config
 from megafp8.errors import PrecisionError
 from megafp8.layers import transformer_engine
-from megafp8.layers.choice import BackendChoice, choose_backend
+from megafp8.layers.choice import BackendChoice, add_kernels, choose_backend
 from megafp8.layers.transformer_engine import availability
+from megafp8.numerics.kernels import EAGER
+from tests.model.small import small_config
 from tests.support.layouts import PARITY, ROOT
 from tests.support.ranks import Ranks
 from tests.support.te_runs import TE, start_te
@@ -126,3 +129,19 @@ def test_record_is_plain() -> None:
         "reason": "because",
         "version": None,
     }
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_kernels_are_of_the_native_backend(recipe: str) -> None:
+    config = small_config(bf16=True, fp8_format="e4m3", fp8_recipe=recipe, fp8_kernels="triton")
+    device = torch.device("cpu")
+    te = BackendChoice("transformer_engine", "transformer_engine", "asked for")
+    with pytest.raises(PrecisionError, match="--fp8-kernels triton: kernels of the native backend"):
+        add_kernels(te, config, device)
+    native = BackendChoice("native", "native", "asked for")
+    with pytest.raises(PrecisionError, match="--fp8-kernels triton: .*allowed here: auto, eager"):
+        add_kernels(native, config, device)
+    plain = small_config(bf16=True, fp8_format="e4m3", fp8_recipe=recipe)
+    assert add_kernels(te, plain, device) == (te, EAGER)
+    recorded, kernels = add_kernels(native, plain, device)
+    assert recorded.details["fp8_kernels"] == kernels.record() and kernels.chosen == "eager"

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from megafp8.layers.native.casting import for_wgrad
@@ -69,6 +70,7 @@ class _FusedMlpFunction(Function):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, DTensor | None, DTensor | None, None, None]:

@@ -6,6 +6,7 @@ bytes are saved. Under sequence parallelism the scales travel with the codes: a 
 are blocks of the whole, as its tokens are a multiple of the block (the precision plan sees to it).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -51,28 +52,60 @@ class GranularOperands(RegisteredOperands):
 
         return describe(self.recipe, unit)
 
-    def _cast(self, role: Role, x: Tensor, block: tuple[int, int]) -> QuantizedTensor:
-        fmt, recipe = self.recipe.format(role), self.recipe
+    def _casts(
+        self, role: Role, x: Tensor, blocks: Sequence[tuple[int, int]]
+    ) -> list[QuantizedTensor]:
+        """Cast x once for each kind of block."""
+        recipe = self.recipe
         if self.kernels.fused and x.numel():
-            # Imported here: it imports Triton.
-            from megafp8.numerics.kernels.blocks import cast_blocks
+            fused = self._by_rows if recipe.name.startswith("rowwise") else self._by_blocks
+            casts, amaxes = fused(role, x, blocks)
+        else:
+            made = [quantize_blocks(x, block, recipe.format(role), recipe) for block in blocks]
+            casts, amaxes = [cast for cast, _ in made], [amax for _, amax in made]
+        if self.registry.recording:
+            for amax in amaxes:
+                self.registry.record(self.index[role], amax)
+        return casts
 
-            # Along tokens wgrad (and dgrad of a weight) wants the transposed codes, unless they
-            # are gathered first.
-            columns = block[0] > block[1] and self.tp.size == 1
+    def _by_blocks(
+        self, role: Role, x: Tensor, blocks: Sequence[tuple[int, int]]
+    ) -> tuple[list[QuantizedTensor], list[Tensor]]:
+        # Imported here: it imports Triton.
+        from megafp8.numerics.kernels.blocks import cast_blocks
+
+        recipe, casts, amaxes = self.recipe, [], []
+        for block in blocks:
             cast, amax = cast_blocks(
                 x,
                 block,
-                fmt,
+                recipe.format(role),
                 mx=recipe.name == "mxfp8",
                 power_of_2=recipe.power_of_2_scales,
-                transposed=columns,
+                # Along tokens wgrad (and dgrad of a weight) wants the transposed codes, unless
+                # they are gathered first.
+                transposed=block[0] > block[1] and self.tp.size == 1,
             )
-        else:
-            cast, amax = quantize_blocks(x, block, fmt, recipe)
-        if self.registry.recording:
-            self.registry.record(self.index[role], amax)
-        return cast
+            casts.append(cast)
+            amaxes.append(amax)
+        return casts, amaxes
+
+    def _by_rows(
+        self, role: Role, x: Tensor, blocks: Sequence[tuple[int, int]]
+    ) -> tuple[list[QuantizedTensor], list[Tensor]]:
+        from megafp8.numerics.kernels.rows import cast_rows
+
+        # Codes with columns' scales come transposed: they are never gathered (sequence parallelism
+        # leaves the weight gradient in high precision).
+        by_row, by_column, amax = cast_rows(
+            x,
+            self.recipe.format(role),
+            power_of_2=self.recipe.power_of_2_scales,
+            rows=(1, 0) in blocks,
+            columns=(0, 1) in blocks,
+        )
+        found = {(1, 0): by_row, (0, 1): by_column}
+        return [cast for block in blocks if (cast := found[block]) is not None], [amax]
 
     def _gather(self, x: Tensor) -> Tensor:
         return self.tp.all_gather(x, LINEAR_KINDS[0])
@@ -99,12 +132,11 @@ class GranularOperands(RegisteredOperands):
             whole, mine, gather = self._gather(x), x, False
         else:
             whole = mine = x
-        product = self._cast(role, whole, across)
-        if gather:
-            product = self._gather_cast(product)
+        casts = self._casts(role, whole, (across, along) if fp8_wgrad else (across,))
+        product = self._gather_cast(casts[0]) if gather else casts[0]
         if not fp8_wgrad:
             return (mine if is_input else whole), product
-        other = self._cast(role, whole, along)
+        other = casts[1]
         if gather and not is_input:
             other = self._gather_cast(other)
         return other, product
@@ -127,14 +159,15 @@ class GranularOperands(RegisteredOperands):
             weight_block(self.recipe.name, "features"),
             weight_block(self.recipe.name, "tokens"),
         )
-        same = forward == backward
-        cast = GranularWeight(None, None)
-        if self.keeps_weight or use == "fprop" or same:
-            cast.fprop = self._cast("weight", w, forward)
-        if same:
-            cast.dgrad = cast.fprop
-        elif self.keeps_weight or use == "dgrad":
-            cast.dgrad = self._cast("weight", w, backward)
+        blocks = {"fprop": forward, "dgrad": backward}
+        if not self.keeps_weight:
+            blocks = {use: blocks[use]}
+        if forward == backward:  # the same codes for both
+            (square,) = self._casts("weight", w, (forward,))
+            cast = GranularWeight(square, square)
+        else:
+            made = dict(zip(blocks, self._casts("weight", w, tuple(blocks.values())), strict=True))
+            cast = GranularWeight(made.get("fprop"), made.get("dgrad"))
         if self.keeps_weight:
             for operand in (cast.fprop, cast.dgrad):
                 if operand is not None and not self.recipe.fake_quant:

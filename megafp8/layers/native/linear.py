@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from megafp8.layers.backend import LayerContext, LinearOptions
@@ -59,6 +60,7 @@ class _LinearFunction(torch.autograd.Function):
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
+    @once_differentiable  # casts have no derivative: a second one would silently be 0
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         layer, operands = ctx.layer, ctx.layer.operands
         saved = list(ctx.saved_tensors)

@@ -27,7 +27,7 @@ TILES[(128, 128)] = (128, 128)
 
 
 @triton.jit
-def _scale_of(bits: tl.tensor, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr) -> tuple:
+def scale_of(bits: tl.tensor, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr) -> tuple:
     """(scale, scale_inv) of amaxes, given as bits: `scales.current_scale`."""
     amax = bits.to(tl.float32, bitcast=True)
     scale = tl.div_rn(tl.full(amax.shape, FP8_MAX, tl.float32), amax)
@@ -70,7 +70,7 @@ def _block_kernel(
     if MX:
         scale, inverse = _e8m0_of(bits, 0x47600000 if E5M2 else 0x43E00000)
     else:
-        scale, inverse = _scale_of(bits, FP8_MAX, POWER_OF_2)
+        scale, inverse = scale_of(bits, FP8_MAX, POWER_OF_2)
     across = tl.cdiv(k, BK)
     block_rows = (tl.program_id(0) // across) * (BM // R) + tl.arange(0, BM // R)
     block_cols = (tl.program_id(0) % across) * (BK // C) + tl.arange(0, BK // C)

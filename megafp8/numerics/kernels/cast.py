@@ -22,8 +22,9 @@ from megafp8.numerics.formats import E4M3, Fp8Format
 from megafp8.numerics.kernels.rounding import magnitude_bits, to_codes, to_fp32
 
 BLOCK_M, BLOCK_K = 64, 128
-# Fused multiply-adds would round differently from torch's separate operations.
-LAUNCH = {"enable_fp_fusion": False}
+# Fused multiply-adds would round differently from torch's separate operations. With 4 warps these
+# tiles take up to 255 registers a thread and spill (SwiGLU's gradient, sm_90), with 8 at most 128.
+LAUNCH = {"enable_fp_fusion": False, "num_warps": 8}
 
 
 @triton.jit
