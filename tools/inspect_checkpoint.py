@@ -5,15 +5,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.data.tool_parser import ToolParser, run_tool  # noqa: E402
+from megafp8.data.tool_parser import ToolParser, folder, run_tool  # noqa: E402
 from megafp8.errors import CheckpointError  # noqa: E402
 
 
 def main() -> int:
     parser = ToolParser(__doc__ or "")
-    parser.add_argument("checkpoint", help="folder of checkpoints, or one of them")
+    parser.add_argument("checkpoint", type=folder, help="folder of checkpoints, or one of them")
     parser.add_argument(
-        "--diff", metavar="OTHER", help="another checkpoint; what changed from it to the first"
+        "--diff",
+        metavar="OTHER",
+        type=folder,
+        help="another checkpoint; what changed from it to the first",
     )
     args = parser.parse_args()
 
@@ -23,11 +26,11 @@ def main() -> int:
         from megafp8.checkpoint.inspect_text import changes_text, console, inspection_text
 
         screen = console()
-        found = inspect_checkpoint(Path(args.checkpoint))
+        found = inspect_checkpoint(args.checkpoint)
         screen.print(inspection_text(found, screen.options.ascii_only))
         problems = found.problems
         if args.diff is not None and not problems:
-            other = inspect_checkpoint(Path(args.diff))
+            other = inspect_checkpoint(args.diff)
             problems = other.problems
             if not problems:
                 changes = compare_checkpoints(other.directory, found.directory)

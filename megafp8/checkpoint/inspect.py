@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.files import crc32_of
 from megafp8.checkpoint.find import find_checkpoint, foreign_files, read_record
+from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, SHARED_PREFIX
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
 from megafp8.checkpoint.streaming import WORKERS, TensorReader, bytes_of, in_order
@@ -124,7 +125,7 @@ def inspect_checkpoint(load: Path) -> Inspection:
     """
     directory = find_checkpoint(load)
     if directory is None:
-        raise CheckpointError(f"{load} holds no checkpoint")
+        raise CheckpointError(f"{load} holds no checkpoint{found_instead(load)}")
     record = read_record(directory)
     with ThreadPoolExecutor(WORKERS) as pool:
         files = list(pool.map(lambda item: _file_state(directory, *item), record.files.items()))

@@ -15,6 +15,7 @@ from torch import Tensor
 from megafp8.checkpoint.files import iteration_name, iteration_of
 from megafp8.checkpoint.find import find_checkpoint, read_record
 from megafp8.checkpoint.holdings import plan_holdings
+from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, describe_move, local_entry, move_ranks
 from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
 from megafp8.checkpoint.rewrite import write_streaming
@@ -151,7 +152,7 @@ def reshard_checkpoint(load: Path, save: Path, target: TargetLayout) -> ReshardR
     """
     source = find_checkpoint(load)
     if source is None:
-        raise CheckpointError(f"--load {load} holds no checkpoint")
+        raise CheckpointError(f"--load {load} holds no checkpoint{found_instead(load)}")
     root = _root_of(source, Path(save).absolute())
     reader = TensorReader.open(source, checksums=True)
     config, layout, notes = target_run(reader.record, target)
@@ -199,6 +200,8 @@ def _root_of(source: Path, save: Path) -> Path:
     if named is not None and named != iteration:
         raise CheckpointError(f"--save {save}: the checkpoint is of iteration {iteration}")
     root = save if named is None else save.parent
+    if root.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"--save {save} lies inside the checkpoint {source}; give another")
     final = root / iteration_name(iteration)
     if final.exists():  # said before the source is read
         raise CheckpointError(f"--save: {final} is there already; give another folder")

@@ -32,6 +32,7 @@ from megafp8.checkpoint.convert.safetensors_files import (
 )
 from megafp8.checkpoint.convert.view import Checksums, ModelView, make_config
 from megafp8.checkpoint.files import sync_directory, write_atomically
+from megafp8.checkpoint.kinds import found_instead
 from megafp8.config import ModelShape
 from megafp8.errors import CheckpointError
 
@@ -54,8 +55,10 @@ def open_hf(
         CheckpointError: anything missing, damaged, unknown or unsupported, by name; before a
             tensor is read.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"--load {folder}: no such folder")
+    if not (folder / CONFIG_NAME).is_file():
+        raise CheckpointError(
+            f"--load {folder} holds no {CONFIG_NAME}{found_instead(folder, 'hf')}"
+        )
     hf_config = read_json(folder / CONFIG_NAME)
     told = describe(Fields(folder / CONFIG_NAME, hf_config, ignored), seq_length, divisible_by)
     files = SafetensorsFolder(folder)

@@ -25,7 +25,14 @@ from megafp8.checkpoint.convert.fp8_export import (
 from megafp8.checkpoint.convert.hf import Written, open_hf, plain_items, preferred_type, write_hf
 from megafp8.checkpoint.convert.megatron import open_megatron, write_megatron
 from megafp8.checkpoint.convert.native import open_native, write_native
-from megafp8.checkpoint.convert.view import DTYPES, Checksums, ModelView, with_padding
+from megafp8.checkpoint.convert.safetensors_files import SafetensorsFolder
+from megafp8.checkpoint.convert.view import (
+    DTYPES,
+    Checksums,
+    ModelView,
+    listed,
+    with_padding,
+)
 from megafp8.checkpoint.files import sync_directory
 from megafp8.errors import CheckpointError
 
@@ -80,6 +87,8 @@ def convert(options: ConvertOptions) -> list[str]:
         raise CheckpointError(f"--save {final} exists; give a new folder, nothing is overwritten")
     try:
         view = open_view(options)
+        if final.resolve().is_relative_to(view.path.resolve()):
+            raise CheckpointError(f"--save {final} lies inside the source {view.path}")
         with _new_folder(final) as target:
             written = _write(view, target, final, options)
             checked = _verify(view, target, written, options)
@@ -88,13 +97,23 @@ def convert(options: ConvertOptions) -> list[str]:
         raise CheckpointError(f"{name}: {error.strerror or error}; nothing was left") from None
     count = view.shape.num_parameters
     padding = view.shape.padded_vocab_size - view.shape.vocab_size
+    notes = [*view.notes, *_scales_left(view, options), *written.notes]
     return [
-        *written.notes,
+        *(f"note: {note}" for note in notes),
         f"converted {view.path} ({options.source}) to {final} ({written.what}): {written.tensors} "
         f"tensors, {written.bytes} bytes, {count} parameters"
         + (f" (with {padding} rows of padding)" if padding else ""),
         checked,
     ]
+
+
+def _scales_left(view: ModelView, options: ConvertOptions) -> list[str]:
+    """Say so where FP8 scale state stays behind."""
+    kept = options.target == "megafp8" or options.fp8 in ("scales", "static")
+    if kept or not view.scales:
+        return []
+    how = " (--fp8 scales writes it beside the weights)" if options.target == "hf" else ""
+    return [f"FP8 scale state is left out: {len(view.scales)} tensors{how}"]
 
 
 def _check(options: ConvertOptions) -> None:
@@ -205,6 +224,32 @@ def _write_hf(
             written.notes.append(f"{count} tensors of FP8 scale state in {SCALES_NAME}")
 
 
+def _verify_scales(
+    view: ModelView, again: ModelView, target: Path, options: ConvertOptions
+) -> None:
+    """Compare scale state that was written as it is.
+
+    Raises:
+        CheckpointError: an entry is not the source's.
+    """
+    if options.target == "megafp8":
+        stored, read = again.scales, again.read_scale
+    elif options.fp8 == "scales":
+        file = SafetensorsFolder(target, SCALES_NAME)
+        stored, read = file.entries.keys(), file.read
+    else:
+        return
+    wrong = view.scales ^ set(stored)
+    if view.read_scale is not None and read is not None:
+        same = view.scales & set(stored)
+        wrong |= {name for name in same if not torch.equal(read(name), view.read_scale(name))}
+    if wrong:
+        raise CheckpointError(
+            f"verification failed: read back, {len(wrong)} tensors of scale state differ: "
+            f"{listed(wrong)}; nothing was left"
+        )
+
+
 def _verify(view: ModelView, target: Path, written: Written, options: ConvertOptions) -> str:
     """Open what was written as anyone would, and compare every value.
 
@@ -224,6 +269,7 @@ def _verify(view: ModelView, target: Path, written: Written, options: ConvertOpt
     else:
         again = open_native(target)
     names = [spec.name for spec in view.shape.parameters()]
+    _verify_scales(view, again, target, options)
     found = Checksums(again.shape)
     with _bar("verifying", len(names)) as advance:
         for name in names:
