@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megafp8.checkpoint.convert.hf_fields import read_json
+from megafp8.checkpoint.convert.hf_names import is_buffer
 from megafp8.checkpoint.convert.view import raw_bytes
 from megafp8.errors import CheckpointError
 
@@ -56,7 +57,7 @@ class SafetensorsFolder:
         file: only this one of them.
 
     Attributes:
-        entries: name -> shape and dtype.
+        entries: name -> shape and dtype; without the constants that `is_buffer` knows.
 
     Raises:
         CheckpointError: naming the file that is missing, damaged or contradicts the index.
@@ -79,6 +80,8 @@ class SafetensorsFolder:
                     f"{folder / INDEX_NAME} does not name {_some(stored - listed)} of {owner}"
                 )
         for name, owner in self._owner.items():
+            if is_buffer(name):
+                continue
             part = self._files[owner].get_slice(name)
             code = part.get_dtype()
             if code not in CODES:
@@ -86,6 +89,11 @@ class SafetensorsFolder:
                     f"{folder / owner}: {name} is {code}, allowed {', '.join(CODES)}"
                 )
             self.entries[name] = Described(tuple(part.get_shape()), CODES[code])
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all that is stored."""
+        return list(self._owner)
 
     def read(self, name: str) -> Tensor:
         """One tensor.
