@@ -269,6 +269,26 @@ def test_equal_head_of_a_tied_model_is_no_second_tensor(tmp_path: Path) -> None:
     assert back.keys() == tensors.keys() - {"lm_head.weight"}
 
 
+def test_sizes_that_transformers_refuses_of_a_llama_are_written_as_a_mistral(
+    tmp_path: Path,
+) -> None:
+    """Same tensors, same arithmetic; LlamaConfig wants the hidden size divisible by the heads."""
+    tensors = weights()
+    for layer in range(2):
+        for part, rows in (("q", 120), ("k", 40), ("v", 40)):
+            name = f"model.layers.{layer}.self_attn.{part}_proj.weight"
+            tensors[name] = tensors[name][:rows].clone()
+        name = f"model.layers.{layer}.self_attn.o_proj.weight"
+        tensors[name] = tensors[name][:, :120].clone()
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1}
+    folder = make_folder(tmp_path / "in", tensors, **heads)
+    run_convert("hf", "hf", folder, tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["model_type"], config["sliding_window"]) == ("mistral", None)
+    back = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(value, tensors[name]) for name, value in back.items())
+
+
 def test_an_untied_model_with_equal_tables_stays_untied(tmp_path: Path) -> None:
     tensors = weights()
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

@@ -72,9 +72,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Heads that two ranks cannot share.
 ODD: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama_odd": (
-        "Llama",
-        LLAMA | {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10},
+    "mistral_odd": (
+        "Mistral",
+        LLAMA
+        | {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10}
+        | {"sliding_window": None},
     ),
     "qwen2_window": (
         "Qwen2",

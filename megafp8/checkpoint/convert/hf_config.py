@@ -268,6 +268,9 @@ def refusal(model_type: str, model: ModelConfig) -> str | None:
             fits = model.qkv_bias and not (model.attention_output_bias or model.mlp_bias)
             rules.append((fits, "biases are not those of queries, keys and values alone"))
         else:
+            # transformers' LlamaConfig, and it alone, refuses other sizes with a head_dim too.
+            whole = model.hidden_size % model.num_attention_heads == 0 or model_type != "llama"
+            rules.append((whole, "the hidden size is no multiple of the heads"))
             fits = model.qkv_bias == model.attention_output_bias
             rules.append((fits, "one of --add-qkv-bias and --add-attention-output-bias is on"))
             rules.append((model_type == "llama" or not model.mlp_bias, "--add-mlp-bias is on"))

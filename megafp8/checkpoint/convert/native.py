@@ -39,6 +39,7 @@ from megafp8.checkpoint.rank_scales import (
 )
 from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
 from megafp8.checkpoint.streaming import TensorReader
+from megafp8.checkpoint.values import flaw
 from megafp8.config import ModelShape, RunConfig
 from megafp8.config.names import SECTIONS
 from megafp8.config.records import CheckpointConfig, LoggingConfig
@@ -121,6 +122,9 @@ class _ScaleState:
         """One tensor as a single rank has it."""
         stored = self._stored[name]
         value = self._tensors.read(stored)
+        wrong = flaw(stored, value)
+        if wrong is not None:
+            raise CheckpointError(f"{self._tensors.directory}: {stored} {wrong}")
         return move_ranks(stored, value, 1, 1)[0, 0] if stored != name else value
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,7 @@ from megafp8.checkpoint.convert.view import (
     with_padding,
 )
 from megafp8.checkpoint.files import sync_directory
+from megafp8.checkpoint.rewrite import made_folders
 from megafp8.errors import CheckpointError
 
 FORMATS = ("hf", "megatron", "megafp8")
@@ -159,17 +162,37 @@ def open_view(options: ConvertOptions) -> ModelView:
 @contextmanager
 def _new_folder(final: Path) -> Iterator[Path]:
     """A folder beside `final` that gets its name at the end, or is deleted."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    target = final.with_name(f".{final.name}.{os.urandom(4).hex()}.partial")
-    target.mkdir()
+    with made_folders(final.parent):
+        for left in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 8}.partial"):
+            with _held(left) as dead:
+                if dead:  # of a conversion that was killed
+                    shutil.rmtree(left)
+        target = final.with_name(f".{final.name}.{os.urandom(4).hex()}.partial")
+        target.mkdir()
+        try:
+            with _held(target):
+                yield target
+                sync_directory(target)
+                os.rename(target, final)
+                sync_directory(final.parent)
+        finally:
+            if target.exists():
+                shutil.rmtree(target)
+
+
+@contextmanager
+def _held(folder: Path) -> Generator[bool, None, None]:
+    """Hold a folder's lock, which ends with the process; false where that is not possible."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield target
-        sync_directory(target)
-        os.rename(target, final)
-        sync_directory(final.parent)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held = True
+    except OSError:
+        held = False
+    try:
+        yield held
     finally:
-        if target.exists():
-            shutil.rmtree(target)
+        os.close(descriptor)
 
 
 @contextmanager
