@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -66,25 +67,24 @@ class DcpTensors:
             whole[slices] = part
         return whole
 
-    def holds_data(self, name: str) -> bool:
+    def holds_data(self, place: _StorageInfo) -> bool:
         """Tell whether a stored object (no tensor) is more than None or an empty tensor."""
         try:
-            value = torch.load(self._bytes(MetadataIndex(name)), "cpu", weights_only=True)
+            value = torch.load(self._bytes(place), "cpu", weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError):
             return True  # an object of a class that is not read here is no empty one
         return not is_empty(value)
 
-    def _bytes(self, index: MetadataIndex) -> io.BytesIO:
-        info = self.metadata.storage_data[index]
-        with (self.directory / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            return io.BytesIO(file.read(info.length))
+    def _bytes(self, place: _StorageInfo) -> io.BytesIO:
+        with (self.directory / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            return io.BytesIO(file.read(place.length))
 
     def _chunk(self, name: str, offsets: torch.Size) -> Tensor:
-        index = MetadataIndex(name, offsets)
-        path = self.directory / self.metadata.storage_data[index].relative_path
+        place = self.metadata.storage_data[MetadataIndex(name, offsets)]
+        path = self.directory / place.relative_path
         try:
-            value = torch.load(self._bytes(index), map_location="cpu", weights_only=True)
+            value = torch.load(self._bytes(place), map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
             text = " ".join(str(error).split())[:200]
             raise CheckpointError(f"{path}: {name} cannot be read: {text}") from None

@@ -37,7 +37,7 @@ from megafp8.checkpoint.convert.safetensors_files import Described
 from megafp8.checkpoint.convert.view import ModelView, make_config
 from megafp8.checkpoint.files import METADATA_NAME, sync_directory, write_atomically
 from megafp8.checkpoint.kinds import found_instead
-from megafp8.checkpoint.metadata import read_metadata
+from megafp8.checkpoint.metadata import read_metadata, read_objects
 from megafp8.config import ModelShape, ParameterSpec, load_config
 from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.errors import CheckpointError
@@ -174,15 +174,15 @@ class DistTensors:
         self._tensors = DcpTensors(folder, metadata)
         self.entries: dict[str, Described] = {}
         self._where: dict[str, tuple[str, int | None]] = {}
-        self.notes = notes_of(
-            [key for key in metadata.state_dict_metadata if key.startswith("optimizer.")],
-            [
-                key
-                for key, entry in metadata.state_dict_metadata.items()
-                if EXTRA_STATE in key
-                and (isinstance(entry, TensorStorageMetadata) or self._tensors.holds_data(key))
-            ],
-        )
+        objects = read_objects(folder, sizes)
+        extra = [key for key in metadata.state_dict_metadata if EXTRA_STATE in key]
+        extra += [
+            key
+            for key, place in objects.items()
+            if EXTRA_STATE in key and self._tensors.holds_data(place)
+        ]
+        names = [*metadata.state_dict_metadata, *objects]
+        self.notes = notes_of([n for n in names if n.startswith("optimizer.")], extra)
         for key, entry in metadata.state_dict_metadata.items():
             if not key.startswith(_MODEL_PREFIXES) or EXTRA_STATE in key:
                 continue
