@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.data.tool_parser import ToolParser, run_tool  # noqa: E402
+from megafp8.data.tool_parser import ToolParser, folder, run_tool  # noqa: E402
 
 FORMATS = ("hf", "megatron", "megafp8")
 
@@ -14,8 +14,8 @@ def main() -> int:
     parser = ToolParser(__doc__ or "")
     parser.add_argument("--from", required=True, choices=FORMATS, dest="source", help="of --load")
     parser.add_argument("--to", required=True, choices=FORMATS, dest="target", help="of --save")
-    parser.add_argument("--load", required=True, type=Path, help="folder of the model")
-    parser.add_argument("--save", required=True, type=Path, help="folder to make")
+    parser.add_argument("--load", required=True, type=folder, help="folder of the model")
+    parser.add_argument("--save", required=True, type=folder, help="folder to make")
     parser.add_argument(
         "--dtype",
         default="keep",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.data.tool_parser import ToolParser, run_tool  # noqa: E402
+from megafp8.data.tool_parser import ToolParser, folder, run_tool  # noqa: E402
 
 SIZES = {
     "tensor-model-parallel-size": "ranks that split each linear",
@@ -17,8 +17,9 @@ SIZES = {
 
 def main() -> int:
     parser = ToolParser(__doc__ or "")
-    parser.add_argument("--load", required=True, help="folder of checkpoints, or one of them")
-    parser.add_argument("--save", required=True, help="folder for the new checkpoint")
+    load_help = "folder of checkpoints, or one of them"
+    parser.add_argument("--load", required=True, type=folder, help=load_help)
+    parser.add_argument("--save", required=True, type=folder, help="folder for the new checkpoint")
     for name, text in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=text)
     parser.add_argument(
@@ -41,7 +42,7 @@ def main() -> int:
         # Imported here: torch takes seconds, and --help needs none of it.
         from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
 
-        load, save = Path(args.pop("load")), Path(args.pop("save"))
+        load, save = args.pop("load"), args.pop("save")
         return reshard_checkpoint(load, save, TargetLayout(**args)).lines()
 
     return run_tool(work)

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from megafp8.checkpoint.files import crc32_of
 from megafp8.checkpoint.find import find_checkpoint, foreign_files, read_record
+from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, SHARED_PREFIX
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
 from megafp8.checkpoint.streaming import WORKERS, TensorReader, bytes_of, in_order
+from megafp8.checkpoint.values import flaw
 from megafp8.errors import CheckpointError
 
 # Elements that are compared at a time, so that a large tensor needs no second copy in fp64.
@@ -77,6 +79,8 @@ class Inspection:
         files: all files, with what is wrong.
         shares: its tensors by kind and dtype.
         scales: FP8 scale state; empty for a damaged checkpoint.
+        flaws: one sentence for each tensor with values that training cannot go on from; empty for
+            a damaged checkpoint.
     """
 
     directory: Path
@@ -84,6 +88,7 @@ class Inspection:
     files: list[FileState]
     shares: list[Share]
     scales: list[ScaleRow]
+    flaws: list[str] = field(default_factory=list)
 
     @property
     def problems(self) -> list[str]:
@@ -124,7 +129,7 @@ def inspect_checkpoint(load: Path) -> Inspection:
     """
     directory = find_checkpoint(load)
     if directory is None:
-        raise CheckpointError(f"{load} holds no checkpoint")
+        raise CheckpointError(f"{load} holds no checkpoint{found_instead(load)}")
     record = read_record(directory)
     with ThreadPoolExecutor(WORKERS) as pool:
         files = list(pool.map(lambda item: _file_state(directory, *item), record.files.items()))
@@ -135,8 +140,20 @@ def inspect_checkpoint(load: Path) -> Inspection:
         for name in foreign_files(directory, record)
     ]
     good = all(file.problem is None for file in files)
-    scales = list(_scale_rows(TensorReader(directory, record))) if good else []
-    return Inspection(directory, record, files, shares_of(record), scales)
+    if not good:
+        return Inspection(directory, record, files, shares_of(record), [])
+    reader = TensorReader(directory, record)
+    scales, flaws = list(_scale_rows(reader)), list(_flaws(reader))
+    return Inspection(directory, record, files, shares_of(record), scales, flaws)
+
+
+def _flaws(reader: TensorReader) -> Iterator[str]:
+    def look(name: str) -> str | None:
+        found = flaw(name, reader.read(name))
+        return None if found is None else f"{name} {found}"
+
+    names = ((name, bytes_of(reader.entry(name))) for name in reader.names)
+    yield from (found for found in in_order(names, look) if found is not None)
 
 
 def _file_state(directory: Path, name: str, entry: FileEntry) -> FileState:

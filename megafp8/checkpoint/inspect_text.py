@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megafp8.checkpoint.inspect import Inspection, ScaleRow, TensorChange
+from megafp8.checkpoint.values import summary
 
 # Eight block heights from U+2581 on, and what stands for them where only ASCII can be shown.
 _BLOCKS = "".join(chr(0x2581 + level) for level in range(8))
@@ -129,6 +130,9 @@ def _verdict(found: Inspection) -> Text:
     if found.problems:
         return Text(f"\nDAMAGED: {'; '.join(found.problems)}", "bold red")
     total = sum(file.entry.size for file in found.files)
+    if found.flaws:
+        text = f"\nfiles as they were written, VALUES UNUSABLE: {summary(found.flaws)}"
+        return Text(text, "bold red")
     text = f"\ngood: {len(found.files)} files, {total:,} bytes, all checksums match"
     return Text(text, "bold green")
 

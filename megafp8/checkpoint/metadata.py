@@ -125,25 +125,13 @@ def read_metadata(
             describes data that are not there.
     """
     path = directory / METADATA_NAME
-    try:
-        with path.open("rb") as file:
-            root = _RestrictedUnpickler(file, path, foreign).load()
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # a damaged pickle raises nearly any type
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    fields = _fields(root, "Metadata", path)
+    fields = _load(path, foreign)
     tensors = _mapping(fields, "state_dict_metadata", path)
     storage = _mapping(fields, "storage_data", path)
     if foreign:
-        tensors = {k: v for k, v in tensors.items() if type(v).__name__ != "BytesStorageMetadata"}
-        storage = {
-            key: value
-            for key, value in storage.items()
-            if _fields(key, "MetadataIndex", path).get("fqn") in tensors
-        }
+        objects = _objects(tensors)
+        tensors = {name: record for name, record in tensors.items() if name not in objects}
+        storage = {key: v for key, v in storage.items() if _name(key, path) not in objects}
     metadata = Metadata(
         state_dict_metadata={
             _text(name, path): _tensor(name, record, path) for name, record in tensors.items()
@@ -156,6 +144,43 @@ def read_metadata(
     )
     _check_chunks(metadata, path)
     return metadata
+
+
+def read_objects(directory: Path, file_sizes: Mapping[str, int]) -> dict[str, _StorageInfo]:
+    """Return where the pickled objects lie that `read_metadata` leaves out of a foreign index.
+
+    Raises:
+        CheckpointError: as `read_metadata`.
+    """
+    path = directory / METADATA_NAME
+    fields = _load(path, True)
+    objects = _objects(_mapping(fields, "state_dict_metadata", path))
+    return {
+        _text(name, path): _storage(record, file_sizes, path)
+        for key, record in _mapping(fields, "storage_data", path).items()
+        if (name := _name(key, path)) in objects
+    }
+
+
+def _load(path: Path, foreign: bool) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            root = _RestrictedUnpickler(file, path, foreign).load()
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # a damaged pickle raises nearly any type
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    return _fields(root, "Metadata", path)
+
+
+def _objects(tensors: Mapping[Any, Any]) -> set[Any]:
+    return {n for n, record in tensors.items() if type(record).__name__ == "BytesStorageMetadata"}
+
+
+def _name(key: Any, path: Path) -> Any:
+    return _fields(key, "MetadataIndex", path).get("fqn")
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

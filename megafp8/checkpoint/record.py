@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any, NoReturn, TypeGuard
 
 from megafp8.errors import CheckpointError
 
-FORMAT_VERSION = 1
+# 2: the file has a checksum of its own content.
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -69,19 +71,22 @@ class CheckpointRecord:
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
-        """Return the record as JSON text, keys in a fixed order.
+        """Return the record as JSON text in the newest form, keys in a fixed order.
 
         Raises:
             CheckpointError: a value has no JSON form, or is NaN or infinite.
         """
-        content = asdict(self)
+        content = {**asdict(self), "format_version": FORMAT_VERSION}
         content = {"format_version": content.pop("format_version"), **content}
         try:
-            return json.dumps(content, indent=1, allow_nan=False) + "\n"
+            # What a reader will see: JSON knows neither tuples nor keys that are no text.
+            content = json.loads(json.dumps(content, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the record of iteration {self.iteration} has no JSON form: {error}"
             ) from error
+        content[CHECKSUM] = content_crc32(content)
+        return json.dumps(content, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, path: Path) -> "CheckpointRecord":
@@ -93,15 +98,16 @@ class CheckpointRecord:
 
         Raises:
             CheckpointError: no JSON, a newer format version, a field that is missing, unknown or
-                of another type.
+                of another type, content that is not what its checksum says.
         """
         try:
-            content = json.loads(text, parse_constant=_no_number)
+            content = json.loads(text, parse_constant=_no_number, object_pairs_hook=_no_repeats)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(content, dict):
             raise CheckpointError(f"{path} holds {_kind(content)}, expected an object")
         _check_version(content, path)
+        _check_checksum(content, path)
         _check_fields(content, path)
         _check_values(content, path)
         content["tensors"] = {
@@ -112,6 +118,9 @@ class CheckpointRecord:
         }
         return cls(**content)
 
+
+# Field of the file, not of the record: CRC-32 of all others. Version 1 has none.
+CHECKSUM = "content_crc32"
 
 # Field, allowed JSON types. A later version that adds a field also says here what an earlier file,
 # which lacks it, means.
@@ -144,6 +153,22 @@ def _no_number(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no number of JSON")
 
 
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!a:.100} is there twice")
+    return found
+
+
+def content_crc32(content: Mapping[str, Any]) -> str:
+    """Return the CRC-32 of a record's fields but its checksum, however the file is laid out."""
+    rest = {name: value for name, value in content.items() if name != CHECKSUM}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
 def _kind(value: Any) -> str:
     return type(value).__name__
 
@@ -161,6 +186,19 @@ def _check_version(content: dict[str, Any], path: Path) -> None:
         raise CheckpointError(
             f"{path}: format_version is {version}, this megafp8 reads up to {FORMAT_VERSION};"
             " load it with a newer megafp8"
+        )
+
+
+def _check_checksum(content: dict[str, Any], path: Path) -> None:
+    """Take the checksum out of the fields, and compare it."""
+    if content["format_version"] == 1:
+        return
+    if CHECKSUM not in content:
+        raise CheckpointError(f"{path} is damaged: {CHECKSUM} is missing")
+    stored, found = content.pop(CHECKSUM), content_crc32(content)
+    if stored != found:
+        raise CheckpointError(
+            f"{path} is damaged: crc32 of its content {found}, expected {stored!r:.20}"
         )
 
 

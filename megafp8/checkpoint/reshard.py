@@ -15,10 +15,12 @@ from torch import Tensor
 from megafp8.checkpoint.files import iteration_name, iteration_of
 from megafp8.checkpoint.find import find_checkpoint, read_record
 from megafp8.checkpoint.holdings import plan_holdings
+from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, describe_move, local_entry, move_ranks
 from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
 from megafp8.checkpoint.rewrite import write_streaming
 from megafp8.checkpoint.streaming import TensorReader, bytes_of, crc32_of_tensor
+from megafp8.checkpoint.values import flaw, summary
 from megafp8.config import Layout, ModelShape, RunConfig
 from megafp8.config.layout import build_layout
 from megafp8.errors import CheckpointError, ConfigurationError
@@ -151,7 +153,7 @@ def reshard_checkpoint(load: Path, save: Path, target: TargetLayout) -> ReshardR
     """
     source = find_checkpoint(load)
     if source is None:
-        raise CheckpointError(f"--load {load} holds no checkpoint")
+        raise CheckpointError(f"--load {load} holds no checkpoint{found_instead(load)}")
     root = _root_of(source, Path(save).absolute())
     reader = TensorReader.open(source, checksums=True)
     config, layout, notes = target_run(reader.record, target)
@@ -168,10 +170,14 @@ def reshard_checkpoint(load: Path, save: Path, target: TargetLayout) -> ReshardR
         tensors=dict(sorted(entries.items())),
     )
     before: dict[str, str] = {}
+    flaws: dict[str, str] = {}
 
     def read(name: str) -> Tensor:
         tensor = reader.read(name)
         before[name] = crc32_of_tensor(tensor)
+        found = flaw(name, tensor)
+        if found is not None:
+            flaws[name] = f"{name} {found}"
         if name.startswith(LOCAL_PREFIX):
             tensor = move_ranks(name, tensor, layout.dp, layout.tp)
         return tensor
@@ -179,6 +185,9 @@ def reshard_checkpoint(load: Path, save: Path, target: TargetLayout) -> ReshardR
     path, after = write_streaming(root, record, holdings, read)
     rows = [_row(reader, name, entries[name], before[name], after[name]) for name in reader.names]
     lost = [row.name for row in rows if row.rule == "kept" and row.crc_before != row.crc_after]
+    if flaws:
+        wrong = summary([flaws[name] for name in sorted(flaws)])
+        notes = [*notes, f"WARNING, kept as they are, but no run can go on from them: {wrong}"]
     assert not lost, lost  # `write_streaming` has compared them already
     return ReshardReport(source, path, layout, notes, rows)
 
@@ -199,6 +208,8 @@ def _root_of(source: Path, save: Path) -> Path:
     if named is not None and named != iteration:
         raise CheckpointError(f"--save {save}: the checkpoint is of iteration {iteration}")
     root = save if named is None else save.parent
+    if root.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"--save {save} lies inside the checkpoint {source}; give another")
     final = root / iteration_name(iteration)
     if final.exists():  # said before the source is read
         raise CheckpointError(f"--save: {final} is there already; give another folder")

@@ -2,13 +2,20 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
 
-from megafp8.checkpoint.files import METADATA_NAME, crc32_of, iteration_name, remove_directory
+from megafp8.checkpoint.files import (
+    METADATA_NAME,
+    crc32_of,
+    is_temporary,
+    iteration_name,
+    remove_directory,
+)
 from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry
 from megafp8.checkpoint.save import commit, make_temporary
@@ -52,22 +59,33 @@ def write_streaming(
     if final.exists():
         raise CheckpointError(f"--save: {final} is there already; give another folder")
     record = dataclasses.replace(record, tensors=dict(sorted(record.tensors.items())))
-    made = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock(root)
-        lock.acquire()
-        try:
-            return final, _write(root, final, record, holdings, read)
-        finally:
-            lock.release()
+        with made_folders(root):
+            lock = FolderLock(root)
+            lock.acquire()
+            try:
+                for path in root.iterdir():
+                    if is_temporary(path.name):  # of a job that was killed: nobody else writes here
+                        remove_directory(path)
+                return final, _write(root, final, record, holdings, read)
+            finally:
+                lock.release()
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(f"{final} could not be written: {reason}; nothing is left") from error
+
+
+@contextmanager
+def made_folders(folder: Path) -> Generator[None, None, None]:
+    """Make a folder and its parents; those that are empty at the end are taken away again."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
     finally:
-        for folder in made:
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
+        for path in made:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
 
 
 def _write(

@@ -11,6 +11,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -332,7 +333,7 @@ class LayoutWriter:
         assert data is not None
         box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         start = file.tell()
-        torch.save(compact(box.of(tensor)), cast(Any, file))
+        save_tensor(box.of(tensor), file)
         self._storage[item.index] = _StorageInfo(name, start, file.tell() - start)
 
     def _finish_file(self, rank: int) -> FileEntry:
@@ -368,7 +369,23 @@ class LayoutWriter:
         for lane in self._lanes:
             lane.shutdown(wait=True, cancel_futures=True)
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):  # of a full disk again, and that has been told
+                file.close()
+
+
+def save_tensor(part: Tensor, file: ChecksumStream) -> None:
+    """Append a tensor to a file in torch's form.
+
+    Raises:
+        OSError: from the file system.
+    """
+    try:
+        torch.save(compact(part), cast(Any, file))
+    except RuntimeError as error:
+        # After a write that failed torch writes the end of its archive, and fails at that.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def compact(part: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from megafp8.data.sources import DEFAULT_GLOBS
@@ -55,6 +56,13 @@ class ToolParser(argparse.ArgumentParser):
             action="store_true",
             help="count records that cannot be used and go on, instead of stopping at the first",
         )
+
+
+def folder(text: str) -> Path:
+    """The type of a flag that names a folder; the shell's empty variable is not the current one."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty, expected a folder")
+    return Path(text)
 
 
 def run_tool(work: Callable[[], list[str]]) -> int:

@@ -13,7 +13,7 @@ from megafp8.checkpoint.whole_model import single_process_config
 from megafp8.config import RunConfig
 from tests.model.small import start_run
 
-LENGTH, VOCAB = 32, 100
+LENGTH, VOCAB = 64, 100
 
 
 def tokens() -> Tensor:

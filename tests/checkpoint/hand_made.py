@@ -58,10 +58,14 @@ def weights() -> dict[str, Tensor]:
 
 
 def make_folder(
-    folder: Path, tensors: dict[str, Tensor] | None = None, shards: int = 1, **changes: Any
+    folder: Path,
+    tensors: dict[str, Tensor] | None = None,
+    shards: int = 1,
+    parents: bool = False,
+    **changes: Any,
 ) -> Path:
     """Write config.json (with changes; None removes a field) and one or more shards."""
-    folder.mkdir()
+    folder.mkdir(parents=parents)
     tensors = weights() if tensors is None else tensors
     config = {k: v for k, v in (CONFIG | changes).items() if v is not None or k not in changes}
     (folder / "config.json").write_text(json.dumps(config))

@@ -17,9 +17,16 @@ from megafp8.checkpoint.convert.native import open_native
 from megafp8.checkpoint.streaming import TensorReader
 from megafp8.errors import CheckpointError
 from tests.checkpoint.converted import run_convert
-from tests.checkpoint.hand_made import HIDDEN, VOCAB, make_folder, weights
+from tests.checkpoint.hand_made import CONFIG, HIDDEN, VOCAB, make_folder, weights
 
 ROOT = Path(__file__).resolve().parents[2]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -54,6 +61,36 @@ def refused(folder: Path, match: str, target: str = "megafp8", **options: Any) -
         ({"num_key_value_heads": 3}, "num_query_groups 3"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True; allowed: a positive whole"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is true, but lm_head.weight differs"),
+        ({"rope_scaling": {**LLAMA3, "type": "yarn"}}, "the same type and rope_type"),
+        ({"rope_scaling": {**LLAMA3, "factor": True}}, "allowed: rope_type default, or llama3"),
+        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 16.5}}, "allowed: rope"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "must be below"),
+        ({"rope_scaling": {**LLAMA3, "rope_theta": 5.0}}, "rope_theta 10000 in it, as beside it"),
+        ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta is 10000.0; allowed: 5.0 as in"),
+        ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; allowed: an object or null"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling is .*longrope"),
+        (
+            {"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 10000.0}},
+            "rope_scaling is .*; allowed: the same as rope_parameters",
+        ),
+        ({"layer_types": [{}, {}]}, r"layer_types is \[\{\}, \{\}\]; allowed: 2 of full_attention"),
+        ({"layer_types": 3}, "layer_types is 3; allowed: 2 of"),
+        ({"layer_types": ["full_attention"]}, "layer_types is .*; allowed: 2 of"),
+        ({"num_hidden_layers": 10**9}, "num_layers: found 1000000000"),
+        ({"model_type": "mistral"}, "sliding_window is missing"),
+        (
+            {"model_type": "mistral", "sliding_window": 8, "layer_types": ["chunked"] * 2},
+            "layer_types is .*chunked.*; allowed: 2 of full_attention or sliding_attention",
+        ),
+        ({"model_type": "mistral", "sliding_window": 8, "mlp_bias": True}, "unknown .*mlp_bias"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0},
+            "sliding_window is missing",
+        ),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4},
+            "max_window_layers is missing",
+        ),
         ({"vocab_size": 96}, "has shape .*100, 160.*, expected .*96, 160"),
         (
             {
@@ -70,6 +107,97 @@ def test_a_config_that_is_not_supported(
     tmp_path: Path, changes: dict[str, Any], match: str
 ) -> None:
     refused(make_folder(tmp_path / "in", **changes), match)
+
+
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 160,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 64,
+    "n_inner": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ({"scale_attn_weights": False}, "scale_attn_weights is False"),
+        ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn is True"),
+        ({"add_cross_attention": True}, "add_cross_attention is True"),
+        ({"activation_function": "relu"}, "activation_function is 'relu'; allowed: gelu, gelu_new"),
+        ({"n_inner": 0}, "n_inner is 0; allowed: a positive"),
+        ({"n_ctx": 32}, "n_ctx is 32; allowed: 64"),
+        ({"n_head": 7}, "num_attention_heads|divisible"),
+        ({"embd_pdrop": 0.2}, "embd_pdrop is 0.2; allowed: 0.1 as resid_pdrop"),
+        ({"n_positions": None}, "n_positions is missing"),
+        ({}, r"hidden_size = 160.* give --ignore-config-field"),
+    ],
+)
+def test_a_gpt2_that_is_not_supported(tmp_path: Path, changes: dict[str, Any], match: str) -> None:
+    # Without Llama's fields, but for the last.
+    away = {} if not changes else dict.fromkeys(CONFIG.keys() - {"vocab_size", "model_type"})
+    refused(make_folder(tmp_path / "in", **{**away, **GPT2, **changes}), match)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("target", "dtype"), [("megafp8", "keep"), ("hf", "bf16")])
+def test_weights_that_are_not_finite(tmp_path: Path, value: float, target: str, dtype: str) -> None:
+    tensors = weights()
+    tensors["model.norm.weight"][3:5] = value
+    folder = make_folder(tmp_path / "in", tensors)
+    refused(folder, "final_layernorm.weight holds 2 values that are not", target, dtype=dtype)
+
+
+def test_weights_of_several_dtypes(tmp_path: Path) -> None:
+    """fp32 holds all of them; a head of another dtype is still compared with a tied embedding."""
+    tensors = {name: value.bfloat16() for name, value in weights().items()}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].float()
+    tensors["model.layers.1.input_layernorm.weight"] = torch.ones(HIDDEN).half()
+    folder = make_folder(tmp_path / "in", tensors, tie_word_embeddings=True)
+    lines = run_convert("hf", "hf", folder, tmp_path / "whole")
+    assert "note: weights are bfloat16, float16, float32: float32 holds them all" in lines
+    assert any(line.startswith("note: lm_head.weight is the embedding") for line in lines)
+    back = load_file(tmp_path / "whole/model.safetensors")
+    assert all(torch.equal(value, tensors[name].float()) for name, value in back.items())
+    tensors["lm_head.weight"][7, 7] += 1
+    refused(make_folder(tmp_path / "other", tensors, tie_word_embeddings=True), "but lm_head")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:50].clone()
+    refused(make_folder(tmp_path / "short", tensors, tie_word_embeddings=True), "but lm_head")
+
+
+def test_a_folder_inside_the_source_is_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "in")
+    with pytest.raises(CheckpointError, match="--save .*/in/out lies inside the source"):
+        run_convert("hf", "megafp8", folder, folder / "out")
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    with pytest.raises(CheckpointError, match="lies inside the source"):
+        run_convert("hf", "megafp8", folder, link / "deep" / "out")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_folder_of_another_program_is_named(tmp_path: Path) -> None:
+    hf = make_folder(tmp_path / "runs" / "hf", parents=True)
+    ours = tmp_path / "runs" / "a" / "checkpoints"
+    run_convert("hf", "megafp8", hf, ours)
+    for source, folder, words in (
+        ("megafp8", hf, "it is a Hugging Face model, which tools/.* --from hf takes"),
+        ("megatron", hf, "it is a Hugging Face model"),
+        ("hf", ours, "it is a checkpoint of megafp8, which tools/.* --from megafp8 takes"),
+        ("hf", ours / "iter_0000000", "it is a checkpoint of megafp8"),
+        ("megatron", ours, "it is a checkpoint of megafp8"),
+        ("megafp8", tmp_path / "runs", f"folders in it do, give one of them: {ours}"),
+        ("hf", tmp_path / "runs", f"folders in it do, give one of them: {hf}"),
+        ("hf", hf / "config.json", "it is a file, expected a folder"),
+        ("megafp8", tmp_path / "none", "none holds no checkpoint: no such folder"),
+    ):
+        with pytest.raises(CheckpointError, match=words) as caught:
+            run_convert(source, "hf", folder, tmp_path / "out")
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_unknown_field_can_be_ignored_by_name(tmp_path: Path) -> None:
@@ -111,6 +239,12 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     refused(folder, "lacks model.norm.weight, which|does not name model.norm.weight")
     index.write_text(json.dumps({"weight_map": {**names, "x": "../../etc/passwd"}}))
     refused(folder, "x is in '../../etc/passwd', no name of a file")
+    twice = folder / "model-00003-of-00003.safetensors"
+    kept = twice.read_bytes()
+    save_file(load_file(twice) | {"model.norm.weight": weights()["model.norm.weight"]}, twice)
+    index.write_text(whole)
+    refused(folder, "does not name model.norm.weight of model-00003-of-00003")
+    twice.write_bytes(kept)
     index.write_text("{")
     refused(folder, "index.json is not valid JSON")
     index.write_text(whole)
@@ -133,6 +267,26 @@ def test_equal_head_of_a_tied_model_is_no_second_tensor(tmp_path: Path) -> None:
     run_convert("hf", "hf", folder, tmp_path / "out")
     back = load_file(tmp_path / "out/model.safetensors")
     assert back.keys() == tensors.keys() - {"lm_head.weight"}
+
+
+def test_sizes_that_transformers_refuses_of_a_llama_are_written_as_a_mistral(
+    tmp_path: Path,
+) -> None:
+    """Same tensors, same arithmetic; LlamaConfig wants the hidden size divisible by the heads."""
+    tensors = weights()
+    for layer in range(2):
+        for part, rows in (("q", 120), ("k", 40), ("v", 40)):
+            name = f"model.layers.{layer}.self_attn.{part}_proj.weight"
+            tensors[name] = tensors[name][:rows].clone()
+        name = f"model.layers.{layer}.self_attn.o_proj.weight"
+        tensors[name] = tensors[name][:, :120].clone()
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1}
+    folder = make_folder(tmp_path / "in", tensors, **heads)
+    run_convert("hf", "hf", folder, tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["model_type"], config["sliding_window"]) == ("mistral", None)
+    back = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(value, tensors[name]) for name, value in back.items())
 
 
 def test_an_untied_model_with_equal_tables_stays_untied(tmp_path: Path) -> None:
@@ -200,7 +354,7 @@ def test_padding_is_zero_on_import_and_stripped_on_export(tmp_path: Path) -> Non
     again = run_convert(
         "megafp8", "megafp8", tmp_path / "ours", tmp_path / "less", make_vocab_size_divisible_by=4
     )
-    assert "with" not in again[0].rpartition("parameters")[2]
+    assert "with" not in again[-2].rpartition("parameters")[2]
     run_convert("megafp8", "hf", tmp_path / "less", tmp_path / "out")
     back, source = load_file(tmp_path / "out/model.safetensors"), weights()
     assert back.keys() == source.keys()

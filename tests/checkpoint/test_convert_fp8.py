@@ -12,9 +12,11 @@ from torch import Tensor
 from megafp8.checkpoint.convert.hf import Written
 from megafp8.checkpoint.convert.native import open_native, write_native
 from megafp8.checkpoint.convert.view import Checksums
+from megafp8.checkpoint.streaming import TensorReader
 from megafp8.errors import CheckpointError
 from tests.checkpoint.converted import run_convert
 from tests.checkpoint.hand_made import CONFIG, make_folder, weights
+from tests.checkpoint.made import make_source
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -157,3 +159,52 @@ def test_what_cannot_be_fp8_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="quantization_config is"):
         run_convert("hf", "megafp8", tmp_path / "baked", tmp_path / "out")
     assert not (tmp_path / "out").exists() and CONFIG["model_type"] == "llama"
+
+
+def test_gpt2_has_no_fp8_layout(tmp_path: Path) -> None:
+    away = dict.fromkeys(CONFIG.keys() - {"vocab_size"})
+    sizes = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 64}
+    tensors = {"wte.weight": torch.ones(100, 8), "wpe.weight": torch.ones(64, 8)}
+    for name, rows, columns in (
+        ("attn.c_attn", 8, 24),
+        ("attn.c_proj", 8, 8),
+        ("mlp.c_fc", 8, 32),
+        ("mlp.c_proj", 32, 8),
+    ):
+        tensors[f"h.0.{name}.weight"] = torch.ones(rows, columns)
+        tensors[f"h.0.{name}.bias"] = torch.ones(columns)
+    for name in ("h.0.ln_1", "h.0.ln_2", "ln_f"):
+        tensors |= {f"{name}.weight": torch.ones(8), f"{name}.bias": torch.zeros(8)}
+    folder = make_folder(tmp_path / "in", tensors, **{**away, **sizes})
+    for mode in ("static", "dynamic", "blockwise"):
+        with pytest.raises(CheckpointError, match=f"--fp8 {mode}: gpt2 has no FP8 layout; allowed"):
+            run_convert("hf", "hf", folder, tmp_path / "out", fp8=mode)
+    assert not (tmp_path / "out").exists()
+    run_convert("hf", "hf", folder, tmp_path / "out")
+
+
+def test_scales_of_each_rank_merge_on_export(tmp_path: Path) -> None:
+    """`fp8_local.*` of two ranks: the smaller scale, the larger amaxes, and a line that says so."""
+    source = make_source(tmp_path / "ours", tied=True)
+    lines = run_convert("megafp8", "hf", source, tmp_path / "out", fp8="scales")
+    reader = TensorReader.open(source)
+    found = load_file(tmp_path / "out/fp8_scales.safetensors")
+    own = [name for name in reader.names if name.startswith("fp8_local.")]
+    assert own and len(found) == sum(
+        name.startswith(("fp8.", "fp8_local.")) for name in reader.names
+    )
+    for name in own:
+        merged = found[name.replace("fp8_local.", "fp8.", 1)]
+        stored = reader.read(name)
+        wanted = stored.amin((0, 1)) if name.endswith(".scale") else stored.amax((0, 1))
+        assert merged.shape == wanted.shape and torch.equal(merged, wanted), name
+    notes = [line for line in lines if line.startswith("note: ")]
+    assert f"{len(own)} tensors merge into one for all" in " ".join(notes)
+    assert "optimizer state is not converted" in " ".join(notes)
+    # Neither is it dropped where no flag asks for it.
+    lines = run_convert("megafp8", "hf", source, tmp_path / "plain")
+    assert f"FP8 scale state is left out: {len(found)} tensors (--fp8 scales" in " ".join(lines)
+    run_convert("megafp8", "megafp8", source, tmp_path / "again")
+    again = open_native(tmp_path / "again")
+    assert again.read_scale is not None and again.scales == found.keys()
+    assert all(torch.equal(again.read_scale(name), value) for name, value in found.items())

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,11 @@ from megafp8.checkpoint import read_record
 from megafp8.checkpoint.inspect import compare_checkpoints, inspect_checkpoint
 from megafp8.checkpoint.inspect_text import changes_text, inspection_text, sparkline
 from megafp8.checkpoint.record import TensorEntry
+from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
 from megafp8.checkpoint.rewrite import write_streaming
 from megafp8.checkpoint.streaming import TensorReader, bytes_of
 from megafp8.errors import CheckpointError
+from tests.checkpoint.converted import run_convert
 from tests.checkpoint.made import copy_of, flip_a_bit, make_source, value
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "inspect_checkpoint.py"
@@ -162,6 +165,54 @@ def test_what_is_no_scale_is_shown_as_that(source: Path, tmp_path: Path, wrong: 
     assert "1 changed" in show(
         changes_text(changes, inspect_checkpoint(source), inspect_checkpoint(other))
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "words"),
+    [
+        (f"optimizer.{WEIGHT}.exp_avg_sq", -1.0, "1 negative values, down to -1"),
+        (f"optimizer.{WEIGHT}.exp_avg_sq", math.nan, "1 values that are not finite"),
+        (f"optimizer.{WEIGHT}.exp_avg", math.inf, "1 values that are not finite"),
+        (f"optimizer.{WEIGHT}.step", -3.0, "1 negative values, down to -3"),
+        (WEIGHT, -math.inf, "1 values that are not finite"),
+        (SCALE, 0.0, "a scale of 0, expected positive ones"),
+        (SCALE.replace("scale", "amax_history"), -2.0, "1 negative values, down to -2"),
+    ],
+)
+def test_values_that_no_run_can_go_on_from(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    wrong: float,
+    words: str,
+) -> None:
+    reader = TensorReader.open(source)
+
+    def read(key: str) -> Tensor:
+        tensor = reader.read(key).clone()
+        if key == name:
+            tensor.view(-1)[-1] = wrong
+        return tensor
+
+    holdings = [dict.fromkeys(reader.record.tensors)]
+    other, _ = write_streaming(tmp_path / "bad", reader.record, holdings, read)
+    assert inspect_checkpoint(source).flaws == []
+    assert inspect_checkpoint(other).flaws == [f"{name} holds {words}"]
+    # The verdict and the exit code say so, after the comparison with a good one.
+    monkeypatch.setattr(sys, "argv", ["inspect", str(other), "--diff", str(source)])
+    assert runpy.run_path(str(TOOL))["main"]() == 2
+    out, err = capsys.readouterr()
+    assert "VALUES UNUSABLE" in out and "1 changed" in out
+    assert err == f"error: values that no run can go on from: {name} holds {words}\n"
+    # Another layout changes nothing of it, and the report says so.
+    report = reshard_checkpoint(other, tmp_path / "new", TargetLayout(fsdp_size=2))
+    (warning,) = [note for note in report.notes if note.startswith("WARNING")]
+    assert f"{name} holds {words}" in warning
+    if name == SCALE:
+        with pytest.raises(CheckpointError, match="holds a scale of 0, expected positive"):
+            run_convert("megafp8", "hf", other, tmp_path / "out", fp8="static")
 
 
 def test_a_foreign_shard_is_a_problem(source: Path, tmp_path: Path) -> None:

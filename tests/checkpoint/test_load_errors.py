@@ -6,6 +6,7 @@ import pickle
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megafp8.checkpoint import load_tensors, read_record, save_checkpoint, verify_files
 from megafp8.checkpoint.metadata import read_metadata
+from megafp8.checkpoint.record import content_crc32
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import record
 from tests.support.ranks import Ranks
@@ -207,13 +209,18 @@ def call(module: str, name: str, argument: str) -> bytes:
     return f"c{module}\n{name}\n(S{argument!r}\ntR.".encode()
 
 
+def signed(content: dict[str, Any]) -> str:
+    """Return a record's text with the checksum of what it says now."""
+    return json.dumps(content | {"content_crc32": content_crc32(content)})
+
+
 def plant(directory: Path, content: bytes) -> None:
     """Replace `.metadata` and make the record agree, as someone who means harm would."""
     (directory / ".metadata").write_bytes(content)
     path = directory / "megafp8.json"
     text = json.loads(path.read_text())
     text["files"][".metadata"] = {"size": len(content), "crc32": f"{zlib.crc32(content):08x}"}
-    path.write_text(json.dumps(text))
+    path.write_text(signed(text))
 
 
 def test_our_own_metadata_names_no_path(saved: Path) -> None:
@@ -376,7 +383,7 @@ def test_a_record_and_an_index_that_differ_are_refused(
     content = json.loads((saved / "megafp8.json").read_text())
     del content["tensors"]["a.weight"]
     content["tensors"] |= {} if entry is None else {"a.weight": entry}
-    (saved / "megafp8.json").write_text(json.dumps(content))
+    (saved / "megafp8.json").write_text(signed(content))
     tensors = model(blank=True)
     with pytest.raises(CheckpointError, match=message):
         load_tensors(saved, tensors)

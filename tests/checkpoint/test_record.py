@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -37,19 +38,71 @@ def test_reads_version_1() -> None:
     )
 
 
-def test_round_trip() -> None:
+def test_an_older_record_is_written_in_the_newest_form() -> None:
     record = CheckpointRecord.from_json(STORED_V1, PATH)
-    assert CheckpointRecord.from_json(record.to_json(), PATH) == record
+    again = CheckpointRecord.from_json(record.to_json(), PATH)
+    assert again == dataclasses.replace(record, format_version=FORMAT_VERSION)
+    assert CheckpointRecord.from_json(again.to_json(), PATH) == again
     assert list(json.loads(record.to_json()))[0] == "format_version"
+
+
+def test_no_bit_can_be_flipped_unseen() -> None:
+    """In any byte of the file: an error that names it, or a record that says the same."""
+    record = CheckpointRecord.from_json(STORED_V1, PATH)
+    content = record.to_json().encode()
+    whole = CheckpointRecord.from_json(content.decode(), PATH)
+    refused = harmless = 0
+    for position in range(len(content)):
+        for bit in range(7):  # the eighth makes it no UTF-8, which is refused before
+            damaged = bytearray(content)
+            damaged[position] ^= 1 << bit
+            try:
+                assert CheckpointRecord.from_json(damaged.decode(), PATH) == whole, damaged
+            except CheckpointError as error:
+                assert str(PATH) in str(error)
+                refused += 1
+            else:
+                harmless += 1
+    assert harmless < 0.1 * refused  # spaces, and the case of an exponent
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("00c0ffee", "00c0ffef"),
+        ('"iteration": 10', '"iteration": 11'),
+        ('"consumed_samples": 80', '"consumed_samples": 81'),
+        ("ab12", "ab13"),
+        ('"lr": 0.001', '"lr": 0.002'),
+        ('"num_layers": 4', '"num_layers": 5'),
+        ('"tp": 2', '"tp": 3'),
+    ],
+)
+def test_damage_that_is_still_a_record_is_found(old: str, new: str) -> None:
+    text = CheckpointRecord.from_json(STORED_V1, PATH).to_json()
+    assert text.count(old) == 1
+    with pytest.raises(CheckpointError, match="is damaged: crc32 of its content .*, expected"):
+        CheckpointRecord.from_json(text.replace(old, new), PATH)
+
+
+def test_a_record_without_its_checksum_is_refused() -> None:
+    content = json.loads(CheckpointRecord.from_json(STORED_V1, PATH).to_json())
+    del content["content_crc32"]
+    with pytest.raises(CheckpointError, match="is damaged: content_crc32 is missing"):
+        CheckpointRecord.from_json(json.dumps(content), PATH)
+    # Laid out otherwise it is the same record.
+    content = json.loads(CheckpointRecord.from_json(STORED_V1, PATH).to_json())
+    CheckpointRecord.from_json(json.dumps(dict(reversed(content.items()))), PATH)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (stored(format_version=FORMAT_VERSION + 1), "format_version is 2, .* reads up to 1"),
+        (stored(format_version=FORMAT_VERSION + 1), "format_version is 3, .* reads up to 2"),
         (stored(format_version=0), "format_version is 0"),
         (stored(format_version="1"), "format_version is '1'"),
         (stored(format_version=True), "format_version is True"),
+        (STORED_V1.replace('"tp": 2', '"fsdp": 2'), "'fsdp' is there twice"),
         (stored(colour="red"), r"unknown: \['colour'\]"),
         (stored(iteration=-1), "iteration is -1, expected int"),
         (stored(iteration="10"), "iteration is '10', expected int"),

@@ -13,6 +13,7 @@ import torch
 
 from megafp8.checkpoint import load_tensors, read_record
 from megafp8.errors import CheckpointError
+from tests.support.disks import remount, small_disk
 from tests.support.launches import TINY, Run, launched, train
 from tests.tools.kill_runs import check_folder
 
@@ -142,54 +143,43 @@ def test_a_checkpoint_of_format_version_1_still_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Generator[Path, None, None]:
+def disk(tmp_path: Path) -> Generator[Path, None, None]:
     """A file system that one checkpoint fits into and two do not."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(words, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command")
-    if mounted.returncode:
-        pytest.skip(f"mounting a file system is not permitted: {mounted.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "disk", "400k") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
-    tmp_path: Path, small_disk: Path, asynchronous: bool
+    tmp_path: Path, disk: Path, asynchronous: bool
 ) -> None:
     more = ["--async-save"] if asynchronous else []
-    argv = command(tmp_path, "--save", str(small_disk), "--train-iters", "4", *more)
+    argv = command(tmp_path, "--save", str(disk), "--train-iters", "4", *more)
     run = failed([*argv, "--save-interval", "2"], tmp_path, code=1)
     output = run.output(0)
     assert "SAVE FAILED at iteration 4" in output and "No space left on device" in output
     assert "iteration 4 is not saved" in output.strip().splitlines()[-1]
     assert "Traceback" not in output and "iteration        4/" in output
-    assert sorted(path.name for path in small_disk.iterdir()) == ["iter_0000002", "latest"]
+    assert sorted(path.name for path in disk.iterdir()) == ["iter_0000002", "latest"]
     alarms = events(tmp_path, "save_failed")
     assert alarms and all(row["level"] == "error" for row in alarms)
-    assert alarms[-1]["checkpoint_before"] == str(small_disk / "iter_0000002")
+    assert alarms[-1]["checkpoint_before"] == str(disk / "iter_0000002")
     # With room for it, the same command ends well.
-    argv = [*argv, "--load", str(small_disk), "--keep-last", "1"]
-    subprocess.run(["mount", "-o", "remount,size=2m", str(small_disk)], check=True)
+    argv = [*argv, "--load", str(disk), "--keep-last", "1"]
+    remount(disk, "size=2m")
     train(1, argv, tmp_path / "again")
-    assert (small_disk / "latest").read_text() == "iter_0000004\n"
+    assert (disk / "latest").read_text() == "iter_0000004\n"
 
 
-def test_a_folder_that_turns_read_only(tmp_path: Path, small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
-    argv = command(tmp_path, "--save", str(small_disk), "--train-iters", "60")
+def test_a_folder_that_turns_read_only(tmp_path: Path, disk: Path) -> None:
+    remount(disk, "size=4m")
+    argv = command(tmp_path, "--save", str(disk), "--train-iters", "60")
     patch = "tests.support.faults:slow_steps", {"seconds": 0.03}
     with launched(1, [*argv, "--save-interval", "20"], tmp_path / "logs", patch) as run:
         run.wait_for("saved ")
         # Open files (the lock is closed between two signs of life) would keep it writable.
         for _ in range(100):
-            words = ["mount", "-o", "remount,ro", str(small_disk)]
+            words = ["mount", "-o", "remount,ro", str(disk)]
             if subprocess.run(words, capture_output=True, check=False).returncode == 0:
                 break
         assert run.wait() == [1], run.text()

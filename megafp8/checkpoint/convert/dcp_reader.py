@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -15,6 +16,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megafp8.errors import CheckpointError
+
+
+def is_empty(value: object) -> bool:
+    """Tell whether a module's extra state is none: None, no elements, or a list of such."""
+    if isinstance(value, (list, tuple)):
+        return all(is_empty(item) for item in value)
+    return value is None or (isinstance(value, Tensor) and value.numel() == 0)
 
 
 class DcpTensors:
@@ -59,14 +67,24 @@ class DcpTensors:
             whole[slices] = part
         return whole
 
-    def _chunk(self, name: str, offsets: torch.Size) -> Tensor:
-        info = self.metadata.storage_data[MetadataIndex(name, offsets)]
-        path = self.directory / info.relative_path
+    def holds_data(self, place: _StorageInfo) -> bool:
+        """Tell whether a stored object (no tensor) is more than None or an empty tensor."""
         try:
-            with path.open("rb") as file:
-                file.seek(info.offset)
-                data = io.BytesIO(file.read(info.length))
-            value = torch.load(data, map_location="cpu", weights_only=True)
+            value = torch.load(self._bytes(place), "cpu", weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError):
+            return True  # an object of a class that is not read here is no empty one
+        return not is_empty(value)
+
+    def _bytes(self, place: _StorageInfo) -> io.BytesIO:
+        with (self.directory / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            return io.BytesIO(file.read(place.length))
+
+    def _chunk(self, name: str, offsets: torch.Size) -> Tensor:
+        place = self.metadata.storage_data[MetadataIndex(name, offsets)]
+        path = self.directory / place.relative_path
+        try:
+            value = torch.load(self._bytes(place), map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
             text = " ".join(str(error).split())[:200]
             raise CheckpointError(f"{path}: {name} cannot be read: {text}") from None

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import (
 
 from megafp8.checkpoint.files import METADATA_NAME
 from megafp8.checkpoint.record import FileEntry
-from megafp8.checkpoint.streaming import compact
+from megafp8.checkpoint.streaming import save_tensor
 from megafp8.checkpoint.writing import ChecksumStream
 
 FILE_NAME = "__0_0.distcp"
@@ -111,7 +111,7 @@ def write_dcp(
                 piece = by_index[item.index]
                 tensor = produce(piece)
                 assert (tuple(tensor.shape), tensor.dtype) == (piece.sizes, piece.dtype), piece
-                torch.save(compact(tensor), file)
+                save_tensor(tensor, file)
                 del tensor  # else it is there while the next one is made
             storage[item.index] = _StorageInfo(FILE_NAME, start, file.tell() - start)
     metadata.storage_data, metadata.storage_meta = storage, StorageMeta()

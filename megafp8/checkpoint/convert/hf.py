@@ -30,8 +30,9 @@ from megafp8.checkpoint.convert.safetensors_files import (
     into_shards,
     shard_names,
 )
-from megafp8.checkpoint.convert.view import Checksums, ModelView, make_config
+from megafp8.checkpoint.convert.view import Checksums, ModelView, listed, make_config
 from megafp8.checkpoint.files import sync_directory, write_atomically
+from megafp8.checkpoint.kinds import found_instead
 from megafp8.config import ModelShape
 from megafp8.errors import CheckpointError
 
@@ -54,8 +55,10 @@ def open_hf(
         CheckpointError: anything missing, damaged, unknown or unsupported, by name; before a
             tensor is read.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"--load {folder}: no such folder")
+    if not (folder / CONFIG_NAME).is_file():
+        raise CheckpointError(
+            f"--load {folder} holds no {CONFIG_NAME}{found_instead(folder, 'hf')}"
+        )
     hf_config = read_json(folder / CONFIG_NAME)
     told = describe(Fields(folder / CONFIG_NAME, hf_config, ignored), seq_length, divisible_by)
     files = SafetensorsFolder(folder)
@@ -73,12 +76,21 @@ def open_hf(
         route = by_name[name]
         return route.join([read_stored(theirs) for theirs in route.theirs])
 
+    notes = []
     if told.tied and HEAD in files.entries:
         (embedding,) = next(iter(by_name.values())).theirs
-        if not torch.equal(files.read(HEAD), files.read(stored_name(embedding, prefix))):
+        tables = files.read(HEAD), files.read(stored_name(embedding, prefix))
+        if not torch.equal(*(table.float() for table in tables)):
             raise CheckpointError(
                 f"{folder}: tie_word_embeddings is true, but {HEAD} differs from {embedding}"
             )
+        notes.append(f"{HEAD} is the embedding once more (tie_word_embeddings): stored once")
+    buffers = [name for name in files.names if is_buffer(name)]
+    if buffers:
+        notes.append(f"{len(buffers)} constants are left out, no weights: {listed(buffers)}")
+    kinds = {str(entry.dtype).removeprefix("torch.") for entry in files.entries.values()}
+    if len(kinds) > 1:
+        notes.append(f"weights are {', '.join(sorted(kinds))}: float32 holds them all")
     return ModelView(
         path=folder,
         config=config,
@@ -87,6 +99,7 @@ def open_hf(
         read=read,
         carried=find_carried(folder),
         hf_config=hf_config,
+        notes=tuple(notes),
     )
 
 
@@ -103,10 +116,11 @@ def stored_name(name: str, prefix: str) -> str:
 
 def _dtype(folder: Path, entries: Mapping[str, Described]) -> torch.dtype:
     """The dtype of all weights; fp32 holds them all where they differ."""
-    found = {entry.dtype for name, entry in entries.items() if not is_buffer(name)}
+    found = {entry.dtype for entry in entries.values()}
     if not found <= set(FLOATING):
         other = next(name for name, entry in entries.items() if entry.dtype not in FLOATING)
-        raise CheckpointError(f"{folder}: {other} is {entries[other].dtype}; allowed: {FLOATING}")
+        allowed = ", ".join(str(dtype) for dtype in FLOATING)
+        raise CheckpointError(f"{folder}: {other} is {entries[other].dtype}; allowed: {allowed}")
     return found.pop() if len(found) == 1 else torch.float32
 
 
@@ -128,9 +142,7 @@ def check_stored(
         for name, shape in zip(route.theirs, route.shapes, strict=True)
     }
     missing = sorted(wanted.keys() - entries.keys())
-    extra = sorted(
-        name for name in entries.keys() - wanted.keys() if not is_buffer(name) and name != HEAD
-    )
+    extra = sorted(name for name in entries.keys() - wanted.keys() if name != HEAD)
     problems = []
     if HEAD in missing:
         problems.append(f"tie_word_embeddings is false and {HEAD} is missing")
@@ -218,15 +230,21 @@ def cast_weights(view: ModelView, name: str, dtype: torch.dtype, exact: bool) ->
     """One parameter in another dtype.
 
     Raises:
-        CheckpointError: `exact`, and the values would change; or finite ones became infinite.
+        CheckpointError: values are not finite; `exact`, and they would change; or they lie beyond
+            the range of `dtype`.
     """
     before = view.read(name)
+    bad = before.numel() - int(before.isfinite().sum())
+    if bad:
+        raise CheckpointError(
+            f"{view.path}: {name} holds {bad} values that are not finite: no weights of a model"
+        )
     after = before.to(dtype)
     if exact and not torch.equal(after.to(before.dtype), before):
         raise CheckpointError(
             f"{view.path}: {name} holds values that {dtype} does not; give --dtype"
         )
-    if not after.isfinite().all() and before.isfinite().all():
+    if not after.isfinite().all():
         raise CheckpointError(f"{view.path}: {name} holds values beyond the range of {dtype}")
     return after
 

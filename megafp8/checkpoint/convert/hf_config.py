@@ -23,6 +23,7 @@ ARCHITECTURES = {
 # A table of 131072 rotary positions is of no use on the first day, and a sample would compute them.
 LONGEST_DEFAULT_CONTEXT = 4096
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
+_LAYER_KINDS = ("full_attention", "sliding_attention")
 _QWEN3_HEAD_DIM = 128  # transformers' default where the file has none
 
 
@@ -123,15 +124,19 @@ def _from_llama(fields: Fields, model_type: str) -> dict[str, Any]:
 def _from_rope(fields: Fields) -> dict[str, Any]:
     """Transformers 5 writes all under `rope_parameters`, earlier ones two fields."""
     new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
-    theta = fields.number("rope_theta", new.get("rope_theta", 10000.0))
+    theta = fields.number("rope_theta", (new or old).get("rope_theta", 10000.0))
     if new.get("rope_theta", theta) != theta:
         raise fields.error("rope_theta", f"{new['rope_theta']} as in rope_parameters")
     name = "rope_parameters" if new else "rope_scaling"
     values = {"rope_theta": theta, **(new or old)}
     if new and old and {**values, **old} != values:
         raise fields.error("rope_scaling", "the same as rope_parameters")
-    kind = values.pop("rope_type", values.pop("type", "default"))
-    values.pop("type", None)
+    if values["rope_theta"] != theta:
+        raise fields.error(name, f"rope_theta {theta:g} in it, as beside it")
+    old_kind = values.pop("type", None)
+    kind = values.pop("rope_type", old_kind or "default")
+    if old_kind not in (None, kind):
+        raise fields.error(name, "the same type and rope_type")
     if values.pop("partial_rotary_factor", 1.0) != 1.0 or fields.get(
         "partial_rotary_factor", 1.0
     ) not in (1, None):
@@ -147,7 +152,9 @@ def _from_rope(fields: Fields) -> dict[str, Any]:
         "high_freq_factor": "rope_high_freq_factor",
         "original_max_position_embeddings": "rope_original_max_position_embeddings",
     }
-    numbers = all(isinstance(values.get(key), (int, float)) for key in wanted)
+    # `type` and not `isinstance`: true is no number here.
+    numbers = all(type(values.get(key)) in (int, float) for key in wanted)
+    numbers = numbers and values["original_max_position_embeddings"] % 1 == 0
     if kind != "llama3" or set(values) != {"rope_theta", *wanted} or not numbers:
         raise fields.error(name, f"rope_type default, or llama3 with {', '.join(wanted)}")
     scaling = {ours: float(values[theirs]) for theirs, ours in wanted.items()}
@@ -160,9 +167,20 @@ def _from_rope(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _layer_types(fields: Fields, layers: int) -> list[str]:
+    """Which layers see a window, where the file has a list of them; else empty."""
+    kinds = fields.get("layer_types", None)
+    if kinds is None:
+        return []
+    known = isinstance(kinds, list) and all(kind in _LAYER_KINDS for kind in kinds)
+    if not known or len(kinds) != layers:
+        raise fields.error("layer_types", f"{layers} of {' or '.join(_LAYER_KINDS)}")
+    return kinds
+
+
 def _from_window(fields: Fields, model_type: str, layers: int) -> tuple[int, int] | None:
     """A token sees `sliding_window` tokens, itself included; ours counts those before it."""
-    kinds = fields.get("layer_types", None) or []
+    kinds = _layer_types(fields, layers)
     if model_type == "llama":
         fields.expect("sliding_window", None)
         window = None
@@ -170,13 +188,18 @@ def _from_window(fields: Fields, model_type: str, layers: int) -> tuple[int, int
         window = fields.get("sliding_window")
     else:
         used = fields.switch("use_sliding_window", False)
-        window = fields.get("sliding_window", None) if used else None
-        first = fields.get("max_window_layers", 0)
-        if window is not None and not kinds:
+        window = fields.get("sliding_window") if used else fields.get("sliding_window", None)
+        window = window if used else None
+        if window is None or kinds:
+            fields.get("max_window_layers", None)  # says nothing, or what layer_types says
+        else:
+            first = fields.get("max_window_layers")
+            if type(first) is not int or first < 0:
+                raise fields.error("max_window_layers", "a whole number >= 0")
             kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
             if len(set(kinds)) > 1:
                 raise fields.error("max_window_layers", f"0, or {layers} and more: one kind of all")
-    if kinds and len(set(kinds)) > 1:
+    if len(set(kinds)) > 1:
         raise fields.error("layer_types", "one kind for all layers")
     if window is None or (kinds and kinds[0] == "full_attention"):
         if kinds and kinds[0] != "full_attention":
@@ -245,6 +268,9 @@ def refusal(model_type: str, model: ModelConfig) -> str | None:
             fits = model.qkv_bias and not (model.attention_output_bias or model.mlp_bias)
             rules.append((fits, "biases are not those of queries, keys and values alone"))
         else:
+            # transformers' LlamaConfig, and it alone, refuses other sizes with a head_dim too.
+            whole = model.hidden_size % model.num_attention_heads == 0 or model_type != "llama"
+            rules.append((whole, "the hidden size is no multiple of the heads"))
             fits = model.qkv_bias == model.attention_output_bias
             rules.append((fits, "one of --add-qkv-bias and --add-attention-output-bias is on"))
             rules.append((model_type == "llama" or not model.mlp_bias, "--add-mlp-bias is on"))

@@ -25,13 +25,19 @@ from megafp8.checkpoint.convert.dcp_writer import Piece, write_dcp
 from megafp8.checkpoint.convert.hf import FLOATING, Written, cast_weights, check_stored
 from megafp8.checkpoint.convert.hf_fields import read_json
 from megafp8.checkpoint.convert.megatron_args import from_args, refusal, to_args
-from megafp8.checkpoint.convert.megatron_legacy import LegacyTensors, legacy_folders
+from megafp8.checkpoint.convert.megatron_legacy import (
+    EXTRA_STATE,
+    LegacyTensors,
+    legacy_folders,
+    notes_of,
+)
 from megafp8.checkpoint.convert.routes import Route, same, vocabulary
 from megafp8.checkpoint.convert.safe_pickle import load_pickled, settings_of
 from megafp8.checkpoint.convert.safetensors_files import Described
 from megafp8.checkpoint.convert.view import ModelView, make_config
 from megafp8.checkpoint.files import METADATA_NAME, sync_directory, write_atomically
-from megafp8.checkpoint.metadata import read_metadata
+from megafp8.checkpoint.kinds import found_instead
+from megafp8.checkpoint.metadata import read_metadata, read_objects
 from megafp8.config import ModelShape, ParameterSpec, load_config
 from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.errors import CheckpointError
@@ -60,6 +66,7 @@ class Store(Protocol):
     """Tensors under canonical names with global layer numbers, in Megatron's shapes."""
 
     entries: dict[str, Described]
+    notes: list[str]
 
     def read(self, name: str) -> Tensor:
         """One tensor."""
@@ -82,6 +89,11 @@ def open_megatron(
     """
     folder = _find(load)
     ranks = legacy_folders(folder)
+    if not ranks and not (folder / COMMON_NAME).is_file():
+        raise CheckpointError(
+            f"--load {load} holds neither {COMMON_NAME} nor mp_rank_*"
+            f"{found_instead(load, 'megatron')}"
+        )
     source = ranks[0] / "model_optim_rng.pt" if ranks else folder / COMMON_NAME
     common = load_pickled(source)
     args = settings_of(common["args"], source) if _has_args(common) else {}
@@ -106,12 +118,14 @@ def open_megatron(
     def read(name: str) -> Tensor:
         return by_name[name].join([store.read(name).to(dtype)])
 
-    return ModelView(path=folder, config=config, shape=shape, dtype=dtype, read=read)
+    return ModelView(
+        path=folder, config=config, shape=shape, dtype=dtype, read=read, notes=tuple(store.notes)
+    )
 
 
 def _find(load: Path) -> Path:
     if not load.is_dir():
-        raise CheckpointError(f"--load {load}: no such folder")
+        raise CheckpointError(f"--load {load} holds no checkpoint{found_instead(load, 'megatron')}")
     tracker = load / TRACKER_NAME
     if not tracker.is_file():
         return load
@@ -160,8 +174,17 @@ class DistTensors:
         self._tensors = DcpTensors(folder, metadata)
         self.entries: dict[str, Described] = {}
         self._where: dict[str, tuple[str, int | None]] = {}
+        objects = read_objects(folder, sizes)
+        extra = [key for key in metadata.state_dict_metadata if EXTRA_STATE in key]
+        extra += [
+            key
+            for key, place in objects.items()
+            if EXTRA_STATE in key and self._tensors.holds_data(place)
+        ]
+        names = [*metadata.state_dict_metadata, *objects]
+        self.notes = notes_of([n for n in names if n.startswith("optimizer.")], extra)
         for key, entry in metadata.state_dict_metadata.items():
-            if not key.startswith(_MODEL_PREFIXES) or "_extra_state" in key:
+            if not key.startswith(_MODEL_PREFIXES) or EXTRA_STATE in key:
                 continue
             assert isinstance(entry, TensorStorageMetadata), key
             shape, dtype = tuple(entry.size), entry.properties.dtype

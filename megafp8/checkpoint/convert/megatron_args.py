@@ -34,6 +34,35 @@ _EXPECTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("decoder_num_layers", (None,)),
     ("softmax_type", (None, "vanilla")),
     ("add_position_embedding", (None, True)),
+    ("rope_type", (None, "rope")),
+    ("mrope_section", (None,)),
+    ("softmax_scale", (None,)),
+    ("glu_linear_offset", (None, 0)),
+    ("activation_func_clamp_value", (None,)),
+    ("is_hybrid_model", (None, False)),
+    ("hybrid_override_pattern", (None,)),
+    ("hybrid_layer_pattern", (None,)),
+)
+_SWITCHES = (
+    "add_bias_linear",
+    "add_qkv_bias",
+    "bias_gelu_fusion",
+    "group_query_attention",
+    "openai_gelu",
+    "qk_layernorm",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+    "use_rope_scaling",
+    "use_rotary_position_embeddings",
+)
+_NUMBERS = (
+    "attention_dropout",
+    "hidden_dropout",
+    "layernorm_epsilon",
+    "norm_epsilon",
+    "rope_scaling_factor",
+    "rotary_base",
+    "rotary_percent",
 )
 # Constants of Megatron's rope scaling; only the factor is a setting there.
 _ROPE_CONSTANTS = {
@@ -74,7 +103,13 @@ def from_args(
         if args.get(name) not in allowed:
             shown = " or ".join(str(value) for value in allowed)
             raise CheckpointError(f"{path}: args.{name} is {args[name]!r:.60}; allowed: {shown}")
+    _check_types(path, args)
     positions = args.get("position_embedding_type", "learned_absolute")
+    if args.get("use_rotary_position_embeddings") and positions != "rope":
+        raise CheckpointError(
+            f"{path}: args.use_rotary_position_embeddings is True, and position_embedding_type "
+            f"is {positions!r:.40}"
+        )
     bias = bool(args.get("add_bias_linear", True))
     grouped = bool(args.get("group_query_attention"))
     swiglu = bool(args.get("swiglu"))
@@ -107,6 +142,27 @@ def from_args(
         tanh = bool(args.get("openai_gelu") or (bias and args.get("bias_gelu_fusion")))
         model["activation"] = "gelu-tanh" if tanh else "gelu"
     return model
+
+
+def _check_types(path: Path, args: Mapping[str, Any]) -> None:
+    """Refuse settings of types that would be taken for something else.
+
+    Raises:
+        CheckpointError: naming the setting.
+    """
+
+    def check(name: str, holds: bool, allowed: str) -> None:
+        if not holds:
+            raise CheckpointError(f"{path}: args.{name} is {args[name]!r:.60}; allowed: {allowed}")
+
+    for name in _SWITCHES:
+        check(name, isinstance(args.get(name), (bool, type(None))), "True or False")
+    for name in _NUMBERS:
+        check(name, args.get(name) is None or type(args[name]) in (int, float), "a number")
+    window = args.get("window_size")
+    pair = isinstance(window, (tuple, list)) and [type(n) for n in window] == [int, int]
+    sees_back = pair and window is not None and window[1] in (0, -1)
+    check("window_size", window is None or sees_back, "two numbers, the second 0 or -1")
 
 
 def refusal(model: ModelConfig) -> str | None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megafp8.checkpoint.convert.dcp_reader import is_empty
 from megafp8.checkpoint.convert.safe_pickle import load_pickled
 from megafp8.checkpoint.convert.safetensors_files import Described
+from megafp8.checkpoint.convert.view import listed
 from megafp8.errors import CheckpointError
 
+EXTRA_STATE = "_extra_state"
 FILE_NAME = "model_optim_rng.pt"
 LAYERS = "decoder.layers."
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
@@ -32,6 +35,24 @@ _SPLIT = {
     ("linear_fc1", "bias"): 0,
     ("linear_fc2", "weight"): 1,
 }
+
+
+def notes_of(optimizer: Collection[str], extra: Collection[str]) -> list[str]:
+    """What of a checkpoint stays behind, a sentence each.
+
+    Args:
+        optimizer: tensors or files of optimizer state.
+        extra: modules' extra state that holds anything.
+    """
+    notes = []
+    if optimizer:
+        notes.append(f"optimizer state is not converted: left out {listed(optimizer)}")
+    if extra:
+        notes.append(
+            f"FP8 state of TransformerEngine is not converted, scales start anew: left out "
+            f"{listed(extra)}"
+        )
+    return notes
 
 
 def legacy_folders(folder: Path) -> list[Path]:
@@ -69,6 +90,8 @@ class LegacyTensors:
                     f"{pp}), but args say {name}_model_parallel_size {wanted}"
                 )
         self._parts: dict[str, list[Tensor]] = {}
+        self._optimizer: set[str] = set()
+        self._extra: set[str] = set()
         for stage in range(pp):
             for rank in range(tp):
                 path = grid[rank, stage] / FILE_NAME
@@ -81,6 +104,7 @@ class LegacyTensors:
         self.entries = {
             name: self._describe(name, parts, tp) for name, parts in self._parts.items()
         }
+        self.notes = notes_of(self._optimizer, self._extra)
 
     def _named(self, path: Path, stage: int, pp: int, layers: int) -> list[tuple[str, Tensor]]:
         """One file's tensors under canonical names with global layer numbers."""
@@ -92,12 +116,20 @@ class LegacyTensors:
             chunks.append(state[f"model{len(chunks)}"])
         if not chunks or not all(isinstance(chunk, dict) for chunk in chunks):
             raise CheckpointError(f"{path} holds no model, found {', '.join(map(str, state))[:80]}")
+        beside = [other.name for other in path.parent.glob("*optim*") if other != path]
+        self._optimizer.update(f"{path.parent.name}/{name}" for name in beside)
+        if state.get("optimizer") is not None:
+            self._optimizer.add(f"{path.parent.name}/{path.name}")
         each = layers // (pp * len(chunks))
         found = []
         for chunk, tensors in enumerate(chunks):
             first = (chunk * pp + stage) * each
             for key, tensor in tensors.items():
-                if "_extra_state" in str(key) or str(key).endswith("inv_freq"):
+                if EXTRA_STATE in str(key):
+                    if not is_empty(tensor):
+                        self._extra.add(_global_name(str(key), first))
+                    continue
+                if str(key).endswith("inv_freq"):
                     continue
                 if str(key).startswith("language_model.") or not isinstance(tensor, Tensor):
                     raise CheckpointError(

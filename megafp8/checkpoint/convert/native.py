@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from megafp8.checkpoint.convert.carried import (
 from megafp8.checkpoint.convert.dcp_writer import Piece, write_dcp
 from megafp8.checkpoint.convert.hf import Written, cast_weights
 from megafp8.checkpoint.convert.safetensors_files import Described
-from megafp8.checkpoint.convert.view import ModelView, find_spec
+from megafp8.checkpoint.convert.view import ModelView, find_spec, listed
 from megafp8.checkpoint.files import (
     LATEST_NAME,
     RECORD_NAME,
@@ -30,13 +30,22 @@ from megafp8.checkpoint.files import (
     write_atomically,
 )
 from megafp8.checkpoint.find import find_checkpoint
+from megafp8.checkpoint.kinds import found_instead
+from megafp8.checkpoint.rank_scales import (
+    LOCAL_PREFIX,
+    SHARED_PREFIX,
+    local_entry,
+    move_ranks,
+)
 from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
 from megafp8.checkpoint.streaming import TensorReader
+from megafp8.checkpoint.values import flaw
 from megafp8.config import ModelShape, RunConfig
 from megafp8.config.names import SECTIONS
 from megafp8.config.records import CheckpointConfig, LoggingConfig
 from megafp8.errors import CheckpointError, ConfigurationError
 
+SCALE_PREFIXES = (SHARED_PREFIX, LOCAL_PREFIX)
 MASTER = torch.float32  # parameters are fp32 masters whatever the compute dtype
 
 
@@ -51,7 +60,7 @@ def open_native(load: Path) -> ModelView:
     """
     directory = find_checkpoint(load)
     if directory is None:
-        raise CheckpointError(f"--load {load}: found no checkpoint")
+        raise CheckpointError(f"--load {load} holds no checkpoint{found_instead(load)}")
     tensors = TensorReader.open(directory)
     record = tensors.record
     config, shape = _sizes(directory, record)
@@ -61,17 +70,62 @@ def open_native(load: Path) -> ModelView:
         if entry != expected:
             raise CheckpointError(f"{directory}: {name} is {entry}, expected {expected}")
     carried = run_folder(config, directory)
+    scales = _ScaleState(tensors)
     return ModelView(
         path=directory,
         config=config,
         shape=shape,
         dtype=_source_dtype(record),
         read=tensors.read,
-        scales=frozenset(name for name in record.tensors if name.startswith("fp8.")),
-        read_scale=tensors.read,
+        scales=frozenset(scales.names),
+        read_scale=scales.read,
         carried=() if carried is None else find_carried(carried),
         hf_config=source_config(carried),
+        notes=tuple(_not_converted(record, find_spec(shape))) + scales.notes,
     )
+
+
+def _not_converted(record: CheckpointRecord, specs: Collection[str]) -> Iterator[str]:
+    rest = {n for n in record.tensors if n not in specs and not n.startswith(SCALE_PREFIXES)}
+    moments = {name for name in rest if name.startswith("optimizer.")}
+    if moments:
+        yield f"optimizer state is not converted: {len(moments)} tensors are left out"
+    if rest - moments:
+        yield f"{len(rest - moments)} other tensors are left out: {listed(rest - moments)}"
+
+
+class _ScaleState:
+    """Scale state under the names of ranks that share it; that of ranks of their own is merged."""
+
+    def __init__(self, tensors: TensorReader) -> None:
+        self._tensors = tensors
+        shared = {name for name in tensors.record.tensors if name.startswith(SHARED_PREFIX)}
+        own = {name for name in tensors.record.tensors if name.startswith(LOCAL_PREFIX)}
+        self._stored = {SHARED_PREFIX + name.removeprefix(LOCAL_PREFIX): name for name in own}
+        both = shared & self._stored.keys()
+        if both:
+            raise CheckpointError(
+                f"{tensors.directory}: {listed(both)} is stored both shared and for each rank"
+            )
+        self._stored |= {name: name for name in shared}
+        self.names = sorted(self._stored)
+        self.notes: tuple[str, ...] = ()
+        if own:
+            for name in own:
+                local_entry(name, tensors.entry(name), 1, 1)  # has the axes of ranks
+            self.notes = (
+                f"scale state of each rank's own: {len(own)} tensors merge into one for all, "
+                "histories by element-wise maximum, scales by minimum",
+            )
+
+    def read(self, name: str) -> Tensor:
+        """One tensor as a single rank has it."""
+        stored = self._stored[name]
+        value = self._tensors.read(stored)
+        wrong = flaw(stored, value)
+        if wrong is not None:
+            raise CheckpointError(f"{self._tensors.directory}: {stored} {wrong}")
+        return move_ranks(stored, value, 1, 1)[0, 0] if stored != name else value
 
 
 def _sizes(directory: Path, record: CheckpointRecord) -> tuple[RunConfig, ModelShape]:
@@ -142,6 +196,10 @@ def write_native(
     sync_directory(directory)
     write_atomically(directory / RECORD_NAME, record.to_json())
     write_atomically(target / LATEST_NAME, directory.name + "\n")
+    written.notes.append(
+        f"{final} holds weights and no optimizer state: pretrain_gpt.py --config "
+        f"{final / 'config.yaml'} trains on from them (it sets --load and --finetune)"
+    )
     written.tensors = len(entries)
     written.bytes = sum(entry.nbytes for entry in entries.values())
     if view.carried:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +27,16 @@ from megafp8.checkpoint.convert.fp8_export import (
 from megafp8.checkpoint.convert.hf import Written, open_hf, plain_items, preferred_type, write_hf
 from megafp8.checkpoint.convert.megatron import open_megatron, write_megatron
 from megafp8.checkpoint.convert.native import open_native, write_native
-from megafp8.checkpoint.convert.view import DTYPES, Checksums, ModelView, with_padding
+from megafp8.checkpoint.convert.safetensors_files import SafetensorsFolder
+from megafp8.checkpoint.convert.view import (
+    DTYPES,
+    Checksums,
+    ModelView,
+    listed,
+    with_padding,
+)
 from megafp8.checkpoint.files import sync_directory
+from megafp8.checkpoint.rewrite import made_folders
 from megafp8.errors import CheckpointError
 
 FORMATS = ("hf", "megatron", "megafp8")
@@ -80,6 +90,8 @@ def convert(options: ConvertOptions) -> list[str]:
         raise CheckpointError(f"--save {final} exists; give a new folder, nothing is overwritten")
     try:
         view = open_view(options)
+        if final.resolve().is_relative_to(view.path.resolve()):
+            raise CheckpointError(f"--save {final} lies inside the source {view.path}")
         with _new_folder(final) as target:
             written = _write(view, target, final, options)
             checked = _verify(view, target, written, options)
@@ -88,13 +100,23 @@ def convert(options: ConvertOptions) -> list[str]:
         raise CheckpointError(f"{name}: {error.strerror or error}; nothing was left") from None
     count = view.shape.num_parameters
     padding = view.shape.padded_vocab_size - view.shape.vocab_size
+    notes = [*view.notes, *_scales_left(view, options), *written.notes]
     return [
-        *written.notes,
+        *(f"note: {note}" for note in notes),
         f"converted {view.path} ({options.source}) to {final} ({written.what}): {written.tensors} "
         f"tensors, {written.bytes} bytes, {count} parameters"
         + (f" (with {padding} rows of padding)" if padding else ""),
         checked,
     ]
+
+
+def _scales_left(view: ModelView, options: ConvertOptions) -> list[str]:
+    """Say so where FP8 scale state stays behind."""
+    kept = options.target == "megafp8" or options.fp8 in ("scales", "static")
+    if kept or not view.scales:
+        return []
+    how = " (--fp8 scales writes it beside the weights)" if options.target == "hf" else ""
+    return [f"FP8 scale state is left out: {len(view.scales)} tensors{how}"]
 
 
 def _check(options: ConvertOptions) -> None:
@@ -140,17 +162,37 @@ def open_view(options: ConvertOptions) -> ModelView:
 @contextmanager
 def _new_folder(final: Path) -> Iterator[Path]:
     """A folder beside `final` that gets its name at the end, or is deleted."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    target = final.with_name(f".{final.name}.{os.urandom(4).hex()}.partial")
-    target.mkdir()
+    with made_folders(final.parent):
+        for left in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 8}.partial"):
+            with _held(left) as dead:
+                if dead:  # of a conversion that was killed
+                    shutil.rmtree(left)
+        target = final.with_name(f".{final.name}.{os.urandom(4).hex()}.partial")
+        target.mkdir()
+        try:
+            with _held(target):
+                yield target
+                sync_directory(target)
+                os.rename(target, final)
+                sync_directory(final.parent)
+        finally:
+            if target.exists():
+                shutil.rmtree(target)
+
+
+@contextmanager
+def _held(folder: Path) -> Generator[bool, None, None]:
+    """Hold a folder's lock, which ends with the process; false where that is not possible."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield target
-        sync_directory(target)
-        os.rename(target, final)
-        sync_directory(final.parent)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held = True
+    except OSError:
+        held = False
+    try:
+        yield held
     finally:
-        if target.exists():
-            shutil.rmtree(target)
+        os.close(descriptor)
 
 
 @contextmanager
@@ -205,6 +247,32 @@ def _write_hf(
             written.notes.append(f"{count} tensors of FP8 scale state in {SCALES_NAME}")
 
 
+def _verify_scales(
+    view: ModelView, again: ModelView, target: Path, options: ConvertOptions
+) -> None:
+    """Compare scale state that was written as it is.
+
+    Raises:
+        CheckpointError: an entry is not the source's.
+    """
+    if options.target == "megafp8":
+        stored, read = again.scales, again.read_scale
+    elif options.fp8 == "scales":
+        file = SafetensorsFolder(target, SCALES_NAME)
+        stored, read = file.entries.keys(), file.read
+    else:
+        return
+    wrong = view.scales ^ set(stored)
+    if view.read_scale is not None and read is not None:
+        same = view.scales & set(stored)
+        wrong |= {name for name in same if not torch.equal(read(name), view.read_scale(name))}
+    if wrong:
+        raise CheckpointError(
+            f"verification failed: read back, {len(wrong)} tensors of scale state differ: "
+            f"{listed(wrong)}; nothing was left"
+        )
+
+
 def _verify(view: ModelView, target: Path, written: Written, options: ConvertOptions) -> str:
     """Open what was written as anyone would, and compare every value.
 
@@ -224,6 +292,7 @@ def _verify(view: ModelView, target: Path, written: Written, options: ConvertOpt
     else:
         again = open_native(target)
     names = [spec.name for spec in view.shape.parameters()]
+    _verify_scales(view, again, target, options)
     found = Checksums(again.shape)
     with _bar("verifying", len(names)) as advance:
         for name in names:

@@ -19,7 +19,13 @@ from megafp8.errors import CheckpointError
 
 SETTINGS = "argparse.Namespace"
 _INERT_NAMES = frozenset(
-    {"_codecs.encode", "signal.Signals", "types.SimpleNamespace", "datetime.timedelta"}
+    {
+        "_codecs.encode",
+        "_io.BytesIO",  # TransformerEngine's extra state
+        "signal.Signals",
+        "types.SimpleNamespace",
+        "datetime.timedelta",
+    }
 )
 _INERT_MODULES = ("megatron.", "numpy.", "pathlib.", "transformer_engine.")
 

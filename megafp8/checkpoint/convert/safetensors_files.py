@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megafp8.checkpoint.convert.hf_fields import read_json
+from megafp8.checkpoint.convert.hf_names import is_buffer
 from megafp8.checkpoint.convert.view import raw_bytes
 from megafp8.errors import CheckpointError
 
@@ -51,17 +52,21 @@ class Described:
 class SafetensorsFolder:
     """The tensors of a Hugging Face folder by name.
 
+    Args:
+        folder: where its files lie.
+        file: only this one of them.
+
     Attributes:
-        entries: name -> shape and dtype.
+        entries: name -> shape and dtype; without the constants that `is_buffer` knows.
 
     Raises:
         CheckpointError: naming the file that is missing, damaged or contradicts the index.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, file: str | None = None) -> None:
         self.folder = folder
         self.entries: dict[str, Described] = {}
-        self._owner = _weight_map(folder)
+        self._owner = _weight_map(folder) if file is None else _names_in(folder, file)
         self._files = {owner: _open(folder / owner) for owner in set(self._owner.values())}
         for owner, file in sorted(self._files.items()):
             stored = set(file.keys())
@@ -75,6 +80,8 @@ class SafetensorsFolder:
                     f"{folder / INDEX_NAME} does not name {_some(stored - listed)} of {owner}"
                 )
         for name, owner in self._owner.items():
+            if is_buffer(name):
+                continue
             part = self._files[owner].get_slice(name)
             code = part.get_dtype()
             if code not in CODES:
@@ -82,6 +89,11 @@ class SafetensorsFolder:
                     f"{folder / owner}: {name} is {code}, allowed {', '.join(CODES)}"
                 )
             self.entries[name] = Described(tuple(part.get_shape()), CODES[code])
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all that is stored."""
+        return list(self._owner)
 
     def read(self, name: str) -> Tensor:
         """One tensor.
@@ -110,7 +122,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 raise CheckpointError(f"{index} names {owner} for {name}, and that file is missing")
         return found
     if single.is_file():
-        return {name: SINGLE_NAME for name in _open(single).keys()}
+        return _names_in(folder, SINGLE_NAME)
     others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt"))
     shards = sorted(path.name for path in folder.glob("model-*.safetensors"))
     found = ", ".join((shards or others)[:3]) or "no weights"
@@ -118,6 +130,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
         f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}, found {found}; "
         "pickled weights are not read: save them as safetensors"
     )
+
+
+def _names_in(folder: Path, file: str) -> dict[str, str]:
+    return {name: file for name in _open(folder / file).keys()}
 
 
 def _some(names: set[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class ModelView:
         read_scale: such a name -> fp32 tensor.
         carried: files for beside the weights (tokenizer, generation settings).
         hf_config: `config.json` of the Hugging Face model that it came from; empty if none.
+        notes: what of the source is not converted, or was changed on the way; a sentence each.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class ModelView:
     read_scale: Callable[[str], Tensor] | None = None
     carried: tuple[Path, ...] = ()
     hf_config: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def make_config(
@@ -99,6 +101,13 @@ def pad_rows(tensor: Tensor, rows: int) -> Tensor:
     padded = tensor.new_zeros(rows, *tensor.shape[1:])
     padded[: tensor.shape[0]] = tensor
     return padded
+
+
+def listed(names: Iterable[str], limit: int = 3) -> str:
+    """Names for a message: the first few, and how many more there are."""
+    found = sorted(names)
+    more = f" and {len(found) - limit} more" if len(found) > limit else ""
+    return ", ".join(found[:limit]) + more
 
 
 def find_spec(shape: ModelShape) -> dict[str, ParameterSpec]:

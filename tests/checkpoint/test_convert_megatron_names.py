@@ -1,0 +1,198 @@
+"""Megatron's checkpoints by hand: both specs' names, what is left out, settings; no Megatron."""
+
+import io
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megafp8.checkpoint.convert.dcp_reader import DcpTensors
+from megafp8.checkpoint.convert.dcp_writer import Piece, write_dcp
+from megafp8.checkpoint.convert.megatron import DistTensors
+from megafp8.checkpoint.metadata import read_metadata
+from megafp8.errors import CheckpointError
+from tests.checkpoint.converted import run_convert
+from tests.checkpoint.hand_made import make_folder, weights
+
+ATTENTION = "decoder.layers.self_attention.linear_qkv"
+EXTRA = f"{ATTENTION}._extra_state/shard_0_2"
+# The names of the norms in the spec of TransformerEngine, and in the local one.
+LOCAL = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("megatron")
+    run_convert("hf", "megatron", make_folder(root / "hf"), root / "out")
+    return root / "out" / "release"
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """All tensors as they lie in a `torch_dist` folder, layers stacked."""
+    sizes = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
+    tensors = DcpTensors(folder, read_metadata(folder, sizes, foreign=True))
+    names = tensors.metadata.state_dict_metadata
+    return {name: tensors.read(name) for name in names if "_extra_state" not in name}
+
+
+def local(name: str) -> str:
+    for theirs, ours in LOCAL.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+def by_layer(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for name, value in tensors.items():
+        rest = name.removeprefix("decoder.layers.")
+        if rest == name:
+            found[name] = value
+            continue
+        found |= {f"decoder.layers.{i}.{rest}": part.clone() for i, part in enumerate(value)}
+    return found
+
+
+def write(
+    folder: Path, release: Path, tensors: Mapping[str, Tensor], objects: Mapping[str, bytes]
+) -> Path:
+    folder.mkdir()
+    for name in ("common.pt", "metadata.json"):
+        shutil.copy(release / name, folder)
+    pieces = [Piece.whole(name, tuple(v.shape), v.dtype) for name, v in tensors.items()]
+    write_dcp(folder, pieces, lambda piece: tensors[piece.name], objects)
+    return folder
+
+
+def check_weights(folder: Path, out: Path) -> list[str]:
+    lines = run_convert("megatron", "hf", folder, out)
+    back, source = load_file(out / "model.safetensors"), weights()
+    assert back.keys() == source.keys()
+    assert all(torch.equal(back[name], source[name]) for name in source)
+    return [line for line in lines if line.startswith("note: ")]
+
+
+@pytest.mark.parametrize("rename", [str, local], ids=["te", "local"])
+@pytest.mark.parametrize("layered", [False, True], ids=["stacked", "by layer"])
+def test_names_of_both_specs(
+    release: Path, tmp_path: Path, rename: Callable[[str], str], layered: bool
+) -> None:
+    tensors = stored(release)
+    assert any(".layer_norm_weight" in name for name in tensors)
+    tensors = by_layer(tensors) if layered else tensors
+    tensors = {rename(name): value for name, value in tensors.items()}
+    assert any("input_layernorm" in name for name in tensors) == (rename is local)
+    folder = write(tmp_path / "in", release, tensors, {})
+    assert check_weights(folder, tmp_path / "out") == []
+
+
+def test_a_norm_under_both_names_is_refused(release: Path, tmp_path: Path) -> None:
+    tensors = stored(release)
+    tensors |= {local(name): value for name, value in tensors.items()}
+    folder = write(tmp_path / "in", release, tensors, {})
+    with pytest.raises(CheckpointError, match="are both decoder.layers.0.input_layernorm.weight"):
+        run_convert("megatron", "hf", folder, tmp_path / "out")
+
+
+def saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("state", "kept"),
+    [
+        ([None], True),
+        ([torch.empty(0, dtype=torch.uint8)], True),
+        ([torch.arange(40, dtype=torch.uint8)], False),
+        ([io.BytesIO(b"scale_fwd")], False),
+        ([Namespace(scale_fwd=448.0)], False),
+    ],
+)
+def test_fp8_state_of_transformer_engine_is_named(
+    release: Path, tmp_path: Path, state: Any, kept: bool
+) -> None:
+    folder = write(tmp_path / "in", release, stored(release), {EXTRA: saved(state)})
+    notes = check_weights(folder, tmp_path / "out")
+    wanted = "note: FP8 state of TransformerEngine is not converted, scales start anew: left out "
+    assert notes == ([] if kept else [wanted + EXTRA])
+
+
+def test_optimizer_state_is_named(release: Path, tmp_path: Path) -> None:
+    tensors = stored(release)
+    moments = {
+        f"optimizer.state.{kind}.{name}": torch.zeros_like(value)
+        for name, value in tensors.items()
+        for kind in ("exp_avg", "exp_avg_sq")
+    }
+    folder = write(tmp_path / "in", release, tensors | moments, {})
+    (note,) = check_weights(folder, tmp_path / "out")
+    assert note.startswith("note: optimizer state is not converted: left out optimizer.state.exp_")
+    assert f"and {len(moments) - 3} more" in note
+    run_convert("megatron", "megafp8", folder, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("rename", [str, local], ids=["te", "local"])
+def test_one_pickled_file(release: Path, tmp_path: Path, rename: Callable[[str], str]) -> None:
+    common = torch.load(release / "common.pt", weights_only=False)
+    model: dict[str, Any] = {rename(n): v for n, v in by_layer(stored(release)).items()}
+    fc1 = "decoder.layers.1.mlp.linear_fc1._extra_state"
+    model |= {
+        "decoder.layers.0.self_attention.linear_qkv._extra_state": None,
+        "decoder.layers.0.mlp.linear_fc1._extra_state": torch.empty(0, dtype=torch.uint8),
+        fc1: io.BytesIO(b"amax_history_fwd"),
+    }
+    folder = tmp_path / "in"
+    path = folder / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    state = {"args": common["args"], "iteration": 7, "model": model, "optimizer": {"param": 1}}
+    torch.save(state, path)
+    (path.parent / "distrib_optim.pt").write_bytes(b"x")
+    notes = check_weights(folder, tmp_path / "out")
+    assert notes == [
+        "note: optimizer state is not converted: left out mp_rank_00/distrib_optim.pt, "
+        "mp_rank_00/model_optim_rng.pt",
+        f"note: FP8 state of TransformerEngine is not converted, scales start anew: left out {fc1}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("window_size", 5, "two numbers, the second 0 or -1"),
+        ("window_size", (7, 3), "two numbers, the second 0 or -1"),
+        ("window_size", (7,), "two numbers"),
+        ("rotary_base", "many", "a number"),
+        ("norm_epsilon", True, "a number"),
+        ("swiglu", "no", "True or False"),
+        ("rope_type", "yarn", "None or rope"),
+        ("hybrid_override_pattern", "M-M*", "None"),
+        ("softmax_type", "learnable", "None or vanilla"),
+        ("num_experts", 8, "None or 0"),
+    ],
+)
+def test_settings_that_mean_something_else(
+    release: Path, tmp_path: Path, name: str, value: Any, allowed: str
+) -> None:
+    folder = tmp_path / "in"
+    shutil.copytree(release, folder)
+    common = torch.load(release / "common.pt", weights_only=False)
+    torch.save({"args": Namespace(**{**vars(common["args"]), name: value})}, folder / "common.pt")
+    with pytest.raises(CheckpointError, match=f"args.{name} is .*; allowed: {allowed}"):
+        run_convert("megatron", "hf", folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_entries_are_ours_whatever_the_spec(release: Path) -> None:
+    names = DistTensors(release).entries
+    assert "decoder.layers.1.pre_mlp_layernorm.weight" in names
+    assert not any("layer_norm_" in name for name in names)

@@ -1,0 +1,159 @@
+"""The offline tools on bad disks, and killed or interrupted: the source stays, no half is taken."""
+
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megafp8.checkpoint import find_checkpoint, read_record, verify_files
+from megafp8.checkpoint.convert.run import ConvertOptions, convert
+from megafp8.errors import CheckpointError
+from tests.checkpoint.hand_made import make_folder
+from tests.checkpoint.made import make_source
+from tests.checkpoint.tool_runs import TOOLS, for_ever, interrupted, reshard
+from tests.support.disks import remount, small_disk
+
+KILLS = 3
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("sources")
+    hf = make_folder(root / "hf")
+    return {name: hf for name in TOOLS} | {"reshard": make_source(root / "ours", tied=True)}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Generator[Path, None, None]:
+    with small_disk(tmp_path / "disk", "8m") as folder:
+        yield folder
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_full_disk(disk: Path, sources: dict[str, Path], tool: str) -> None:
+    """With room for nothing, for a part of it, and at last for all."""
+    before = digests(sources[tool])
+    TOOLS[tool](sources[tool], disk / "sized")
+    size = sum(path.stat().st_size for path in (disk / "sized").rglob("*"))
+    for share in (0.0, 0.3, 0.6):
+        filler, room = disk / "filler", int(share * size)
+        space = os.statvfs(disk)
+        filler.write_bytes(b"x" * max(0, space.f_bavail * space.f_bsize - room))
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            TOOLS[tool](sources[tool], disk / "deep" / "out")
+        assert "\n" not in str(caught.value) and str(disk) in str(caught.value)
+        filler.unlink()
+        assert [path.name for path in disk.iterdir()] == ["sized"], share
+    TOOLS[tool](sources[tool], disk / "deep" / "out")
+    assert digests(sources[tool]) == before
+
+
+@pytest.mark.parametrize("tool", ["reshard", "to_hf"])
+def test_a_read_only_disk(disk: Path, sources: dict[str, Path], tool: str) -> None:
+    remount(disk, "ro")
+    with pytest.raises(CheckpointError, match="Read-only file system") as caught:
+        TOOLS[tool](sources[tool], disk / "out")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_that_cannot_be_made(tmp_path: Path, sources: dict[str, Path]) -> None:
+    (tmp_path / "file").write_text("x")
+    for tool, match in (("reshard", "Not a directory"), ("to_hf", "file: (Not a dir|File exists)")):
+        with pytest.raises(CheckpointError, match=match):
+            TOOLS[tool](sources[tool], tmp_path / "file" / "out")
+    source = sources["reshard"]
+    for save in (source / "inside", source / "a" / "b"):
+        with pytest.raises(CheckpointError, match="lies inside the checkpoint"):
+            reshard(source, save)
+    assert (tmp_path / "file").read_text() == "x" and not (source / "inside").exists()
+
+
+# ---------------------------------------------------------------------------------------- killed
+
+
+def started(function: Callable[..., None], *args: Any) -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.checkpoint.tool_runs"])
+    process = context.Process(target=function, args=args)
+    process.start()
+    return process
+
+
+def wait_for(path: Path, process: Any) -> None:
+    limit = time.monotonic() + 60.0
+    while not path.exists():
+        assert process.is_alive() and time.monotonic() < limit, path
+        time.sleep(0.001)
+
+
+def check_whole(tool: str, out: Path) -> None:
+    """What stands under the target's name is complete."""
+    if tool == "to_hf":
+        convert(ConvertOptions("hf", "hf", out, out.with_name("again")))
+        return
+    checkpoint = find_checkpoint(out)
+    assert checkpoint is not None
+    verify_files(checkpoint, read_record(checkpoint))
+
+
+@pytest.mark.parametrize(
+    "tool", ["reshard", "to_hf", pytest.param("to_native", marks=pytest.mark.slow)]
+)
+def test_sigkill_at_any_moment(tmp_path: Path, sources: dict[str, Path], tool: str) -> None:
+    source, before = sources[tool], digests(sources[tool])
+    chance, inside = random.Random(5), 0
+    for attempt in range(KILLS):
+        root = tmp_path / str(attempt)
+        process = started(for_ever, tool, str(source), str(root))
+        wait_for(root / "0" / "out", process)
+        time.sleep(chance.uniform(0.0, 0.3))
+        process.kill()
+        process.join()
+        for folder in root.iterdir():
+            out = folder / "out"
+            final = out if tool != "reshard" else out / source.name
+            if final.exists():
+                check_whole(tool, out)
+                continue
+            inside += 1
+            # Nothing there that `--load` would take, and the same command ends well.
+            assert not out.is_dir() or find_checkpoint(out) is None
+            TOOLS[tool](source, out)
+            check_whole(tool, out)
+            left = {path.name for path in folder.iterdir()} - {"out", "again"}
+            assert not left, "a killed one's files are cleared by the next"
+            assert not any(path.name.startswith(("tmp_", ".")) for path in out.iterdir())
+    assert inside > 0
+    assert digests(source) == before
+
+
+# ----------------------------------------------------------------------------------- interrupted
+
+
+@pytest.mark.parametrize("tool", ["reshard", "to_hf"])
+def test_an_interrupt_is_one_line(tmp_path: Path, sources: dict[str, Path], tool: str) -> None:
+    output, save = tmp_path / "output", tmp_path / "deep" / "out"
+    output.mkdir()
+    process = started(interrupted, tool, str(sources[tool]), str(save), str(output))
+    wait_for(output / "verifying", process)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(30.0)
+    assert process.exitcode == 130
+    lines = (output / "text").read_text().splitlines()
+    assert lines == ["error: interrupted; nothing was written"]
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]

@@ -1,0 +1,59 @@
+"""The offline tools as functions for processes that are killed; light to import."""
+
+import itertools
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import megafp8.checkpoint.convert.run as convert_run
+import megafp8.checkpoint.rewrite as rewrite
+from megafp8.checkpoint.convert.run import ConvertOptions, convert
+from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
+from megafp8.data.tool_parser import run_tool
+
+TARGET = TargetLayout(2, 1, 2)
+
+
+def reshard(source: Path, save: Path) -> list[str]:
+    return reshard_checkpoint(source, save, TARGET).lines()
+
+
+def to_native(source: Path, save: Path) -> list[str]:
+    return convert(ConvertOptions("hf", "megafp8", source, save))
+
+
+def to_hf(source: Path, save: Path) -> list[str]:
+    return convert(ConvertOptions("hf", "hf", source, save, max_shard_size="300KB"))
+
+
+def to_megatron(source: Path, save: Path) -> list[str]:
+    return convert(ConvertOptions("hf", "megatron", source, save))
+
+
+TOOLS: dict[str, Callable[[Path, Path], list[str]]] = {
+    function.__name__: function for function in (reshard, to_native, to_hf, to_megatron)
+}
+
+
+def for_ever(tool: str, source: str, root: str) -> None:
+    for number in itertools.count():
+        TOOLS[tool](Path(source), Path(root) / str(number) / "out")
+
+
+def interrupted(tool: str, source: str, save: str, output: str) -> None:
+    """Run a tool that would take long to verify, as its script does."""
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        Path(output, "verifying").touch()
+        time.sleep(60.0)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    rewrite._read_back = slow
+    convert_run._verify = slow
+    with Path(output, "text").open("w") as file:
+        sys.stdout = sys.stderr = file
+        code = run_tool(lambda: TOOLS[tool](Path(source), Path(save)))
+    sys.exit(code)
