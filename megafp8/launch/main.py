@@ -1,7 +1,8 @@
 """The entry point: command line and environment in, exit code out.
 
 Exit codes: 0 done, 1 a run that had to stop, 2 a mistake that one line explains, 75 a run that a
-signal ended early and whose state is saved (the same command goes on from there), 130 interrupted.
+signal ended early and whose state is saved (the same command goes on from there), 130 ended by
+Ctrl-C, which saves nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from megafp8.errors import CheckpointError, DataError, MegaFP8Error, PeerError
 from megafp8.launch.dry_run import choose_world_size, describe, preflight
 from megafp8.launch.hardware import decide
 from megafp8.log import configure, get_logger
+from megafp8.train.signals import INTERRUPTED, Interrupt, StopSignals
 
 PROGRAM = "pretrain_gpt.py"
-INTERRUPTED = 130
 STOPPED_BY_SIGNAL = 75  # EX_TEMPFAIL of sysexits.h: try again later
 GRACE_SECONDS = 5.0
 
@@ -46,7 +47,12 @@ ALWAYS_ON = {
 
 def run_program(argv: list[str]) -> NoReturn:
     """Run a command line and end the process with its exit code."""
-    code = main(argv)
+    interrupt = Interrupt()
+    interrupt.install()
+    try:
+        code = main(argv, interrupt=interrupt)
+    except KeyboardInterrupt:  # it came while another error was being told
+        code = INTERRUPTED
     distributed = sys.modules.get("torch.distributed")
     if code and distributed is not None and distributed.is_initialized():
         # Python's own exit would wait until every pending collective of a process group that was
@@ -58,18 +64,28 @@ def run_program(argv: list[str]) -> NoReturn:
     sys.exit(code)
 
 
-def main(argv: list[str], environment: Mapping[str, str] | None = None) -> int:
+def main(
+    argv: list[str],
+    environment: Mapping[str, str] | None = None,
+    interrupt: Interrupt | None = None,
+) -> int:
     """Run a command line and return the exit code.
 
     Args:
         argv: Arguments without the program's name.
         environment: What the launcher set; the process's own environment by default.
+        interrupt: Tells whether there was a Ctrl-C. It reaches all ranks, and one that is inside a
+            collective just then sees the others leave before it sees the signal.
     """
     environment = os.environ if environment is None else environment
     rank, local_rank = guess_ranks(environment)
     try:
         return _dispatch(argv, environment)
+    except KeyboardInterrupt as error:
+        return _interrupted(str(error), rank)
     except MegaFP8Error as error:
+        if interrupt is not None and interrupt.received:
+            return _interrupted("", rank)
         if _speaks(error, rank, local_rank):
             _complain(_one_line(error))
         elif "TORCHELASTIC_RUN_ID" in environment:
@@ -79,15 +95,13 @@ def main(argv: list[str], environment: Mapping[str, str] | None = None) -> int:
             time.sleep(GRACE_SECONDS)
             _complain(f"rank {rank}: {_one_line(error)}")
         return error.exit_code
-    except KeyboardInterrupt:
-        if rank == 0:
-            print(f"{PROGRAM}: interrupted", file=sys.stderr, flush=True)
-        return INTERRUPTED
     except BrokenPipeError:
         # `--help | head` closed our output; Python would complain once more while it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception:  # a bug: shown in full, marked with its rank
+        if interrupt is not None and interrupt.received:
+            return _interrupted("", rank)
         mark = f"[rank {rank}] "
         text = "".join(mark + line + "\n" for line in traceback.format_exc().splitlines())
         print(text, end="", file=sys.stderr, flush=True)
@@ -125,8 +139,6 @@ def _saved_run(load: str) -> tuple[str, Mapping[str, Any]]:
 
 def _train(config: RunConfig, launch: LaunchEnvironment) -> int:
     configure(launch.rank)
-    from megafp8.train.signals import StopSignals
-
     stop = StopSignals()
     if config.training.exit_signal_handler:
         stop.install()  # before torch, whose import takes seconds
@@ -167,6 +179,13 @@ def _speaks(error: MegaFP8Error, rank: int, local_rank: int) -> bool:
     if rank == 0 or isinstance(error, OwnRankError):
         return True
     return local_rank == 0 and isinstance(error, (UnreadableFileError, DataError))
+
+
+def _interrupted(where: str, rank: int) -> int:
+    if rank == 0:
+        text = f"interrupted{' ' if where else ''}{where}"
+        print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+    return INTERRUPTED
 
 
 def _complain(text: str) -> None:

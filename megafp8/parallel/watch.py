@@ -118,6 +118,8 @@ class Watch:
 
     def _publish(self, error: BaseException) -> None:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:2000]
+        if isinstance(error, KeyboardInterrupt):
+            text = "interrupted (SIGINT)"
         self._ask(
             lambda: self._store.compare_set("failed", "", f"{self.rank} {self.place}: {text}")
         )

@@ -24,6 +24,9 @@ class RunSaver:
     A save that fails leaves the checkpoints before it, is told in the log and the audit log, and
     training goes on: stopping would lose what a later save may still keep. A run whose last save
     failed ends with an error.
+
+    Attributes:
+        newest: The checkpoint that a restart would go on from; None if there is none.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class RunSaver:
             background=config.checkpoint.async_save, timeout=limit, report=self._ended
         )
         self._saved = state.iteration
-        self._newest = newest
+        self.newest = newest
         self._positions: dict[int, int] = {}
 
     def save(self) -> None:
@@ -97,7 +100,7 @@ class RunSaver:
         if self._saved != self.state.iteration and error is not None:
             raise TrainingError(
                 f"iteration {self.state.iteration} is not saved, the last checkpoint is "
-                f"{self._newest or 'none'}: {error}"
+                f"{self.newest or 'none'}: {error}"
             ) from error
 
     def abandon(self) -> None:
@@ -107,9 +110,9 @@ class RunSaver:
 
     def _ended(self, iteration: int, path: Path | None, error: CheckpointError | None) -> None:
         position = {"consumed_samples": self._positions.pop(iteration)}
-        before = None if self._newest is None else str(self._newest)
+        before = None if self.newest is None else str(self.newest)
         if path is not None:
-            self._saved, self._newest = iteration, path
+            self._saved, self.newest = iteration, path
             log.info("saved %s", path)
             self.audit.write(
                 "save",

@@ -1,6 +1,7 @@
 """What a checkpoint holds, and how a run is put back to it at any layout."""
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from megafp8.checkpoint import (
 )
 from megafp8.checkpoint.agree import on_all_ranks
 from megafp8.checkpoint.files import iteration_of
+from megafp8.checkpoint.find import advice
 from megafp8.checkpoint.reshard import layout_fields
 from megafp8.checkpoint.scale_state import (
     SCALE_PREFIXES,
@@ -194,7 +196,7 @@ def load_run(
     reduced = config.precision.fp8_reduce_amax
     scales = scale_targets(registry, record, step.mesh, reduced)
     report = load_with_report(path, tensors | scales, _optional(with_optimizer))
-    _check_finite(path, tensors)
+    _check_values(path, tensors)
     _copy_tied(step, with_optimizer)
     rule = on_all_ranks(
         f"loading {path}",
@@ -227,20 +229,44 @@ def load_run(
     return state, certificate
 
 
-def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse weights and moments that training could only spread; a collective call."""
+def _check_values(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse weights and optimizer state that training could only spread; a collective call.
 
-    def bad() -> list[str]:
-        values = ((name, tensor.detach()) for name, tensor in tensors.items())
-        local = ((n, v.to_local() if isinstance(v, DTensor) else v) for n, v in values)
-        return [n for n, v in local if v.is_floating_point() and not bool(v.isfinite().all())]
+    That is: values that are not finite anywhere, negative second moments (their root is NaN), and
+    step counters that count nothing.
+    """
 
-    found = sorted({name for part in on_all_ranks(f"loading {path}", bad, None) for name in part})
+    def bad() -> dict[str, str]:
+        found = {name: _complaint(name, tensor) for name, tensor in tensors.items()}
+        return {name: what for name, what in found.items() if what}
+
+    parts = on_all_ranks(f"loading {path}", bad, None)
+    found = {name: what for part in parts for name, what in part.items()}
     if found:
+        names = [f"{name} ({what})" for name, what in sorted(found.items())]
+        more = f" and {len(names) - 6} more" if len(names) > 6 else ""
         raise CheckpointError(
-            f"{path} holds values that are not finite, in {len(found)} tensors: "
-            f"{', '.join(found[:6])}; load an earlier checkpoint"
+            f"{path} holds values that no run has, in {len(names)} "
+            f"tensor{'s' if len(names) > 1 else ''}: {', '.join(names[:6])}{more}{advice(path)}"
         )
+
+
+def _complaint(name: str, tensor: Tensor) -> str:
+    """What is wrong with this rank's part of a tensor; nothing if it is empty."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not local.is_floating_point() or not local.numel():
+        return ""
+    # One pass, and NaN comes through: a tenth of the time that `isfinite().all()` takes.
+    low, high = torch.stack(torch.aminmax(local.detach())).tolist()
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return "not finite"
+    if not name.startswith("optimizer."):
+        return ""
+    if name.endswith(".exp_avg_sq") and low < 0:
+        return f"a second moment of {low:g}"
+    if name.endswith(".step") and (low < 0 or low != int(low)):
+        return f"{low:g} steps"
+    return ""
 
 
 def _certify(
