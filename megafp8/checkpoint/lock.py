@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,7 @@ class FolderLock:
         aside.unlink()
 
     def _keep_alive(self) -> None:
+        failing = False
         while not self._stop.wait(self.beat):
             self._count += 1
             owner = self._read()
@@ -183,8 +185,13 @@ class FolderLock:
             try:
                 draft.write_text(self._content(), encoding="utf-8")
                 os.replace(draft, self.path)
+                failing = False
             except OSError as error:
-                _logger.warning("%s could not be renewed: %s", self.path, error)
+                if not failing:
+                    _logger.warning("%s cannot be renewed: %s", self.path, error)
+                failing = True
+                with suppress(OSError):
+                    draft.unlink(missing_ok=True)
 
 
 def _host() -> str:

@@ -7,6 +7,7 @@ Ctrl-C, which saves nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -31,7 +32,7 @@ from megafp8.errors import CheckpointError, DataError, MegaFP8Error, PeerError
 from megafp8.launch.dry_run import choose_world_size, describe, preflight
 from megafp8.launch.hardware import decide
 from megafp8.log import configure, get_logger
-from megafp8.train.signals import INTERRUPTED, Interrupt, StopSignals
+from megafp8.train.signals import INTERRUPTED, Interrupt, StopSignals, ignore_signals
 
 PROGRAM = "pretrain_gpt.py"
 STOPPED_BY_SIGNAL = 75  # EX_TEMPFAIL of sysexits.h: try again later
@@ -53,12 +54,13 @@ def run_program(argv: list[str]) -> NoReturn:
         code = main(argv, interrupt=interrupt)
     except KeyboardInterrupt:  # it came while another error was being told
         code = INTERRUPTED
+    ignore_signals()
+    _flush_stdout()
     distributed = sys.modules.get("torch.distributed")
     if code and distributed is not None and distributed.is_initialized():
         # Python's own exit would wait until every pending collective of a process group that was
         # not left in order has timed out, and the other ranks would wait with this one.
         logging.shutdown()
-        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
@@ -95,10 +97,6 @@ def main(
             time.sleep(GRACE_SECONDS)
             _complain(f"rank {rank}: {_one_line(error)}")
         return error.exit_code
-    except BrokenPipeError:
-        # `--help | head` closed our output; Python would complain once more while it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception:  # a bug: shown in full, marked with its rank
         if interrupt is not None and interrupt.received:
             return _interrupted("", rank)
@@ -112,7 +110,7 @@ def _dispatch(argv: list[str], environment: Mapping[str, str]) -> int:
     if wants_help(argv):
         from megafp8.config.help import help_text
 
-        sys.stdout.write(help_text())
+        _show(help_text())
         return 0
     command = parse_command(argv, _saved_run)
     if command.dry_run:
@@ -121,7 +119,7 @@ def _dispatch(argv: list[str], environment: Mapping[str, str]) -> int:
         config, choice = decide(command.config, guess_ranks(environment)[1])
         text = describe(config, choose_world_size(command, started), choice)
         if guess_ranks(environment)[0] == 0:
-            sys.stdout.write(text)
+            _show(text)
         return 0
     return _train(command.config, LaunchEnvironment.from_mapping(environment))
 
@@ -186,6 +184,20 @@ def _interrupted(where: str, rank: int) -> int:
         text = f"interrupted{' ' if where else ''}{where}"
         print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
     return INTERRUPTED
+
+
+def _show(text: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # `--help | head` has read enough
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _flush_stdout() -> None:
+    """Leave nothing for Python to complain about while it exits, with an exit code of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError:  # who read it has left, or the disk under it is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(text: str) -> None:

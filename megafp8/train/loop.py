@@ -97,7 +97,7 @@ class Loop:
         """
         training = self.config.training
         started = time.monotonic()
-        done = False
+        settled = False
         try:
             # One that came while the run was set up; nothing is trained or saved for it.
             self._signal = self._agree_on_signal()
@@ -123,11 +123,13 @@ class Loop:
                 self._note_stop()
             self.watch.place = f"the save after iteration {self.state.iteration}"
             self.saver.finish()
-            done = True
+            settled = True
         except KeyboardInterrupt:
+            settled = True
+            self.saver.abandon()
             raise KeyboardInterrupt(self._lost()) from None
         finally:
-            if not done:
+            if not settled:
                 self.saver.abandon()
             self._train_loader.close()
             self.writer.close()

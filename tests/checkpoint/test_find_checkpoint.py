@@ -100,6 +100,32 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
         find_checkpoint(tmp_path / "file")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("config.json", "holds a model of Hugging Face; convert it: .* --from hf --load"),
+        ("model-00001-of-00002.safetensors", "holds a model of Hugging Face"),
+        ("latest_checkpointed_iteration.txt", "a checkpoint of Megatron; .* --from megatron"),
+        (".metadata", r"holds \.metadata and no megafp8.json; a copy that is not complete"),
+        ("__0_0.distcp", "holds __0_0.distcp and no megafp8.json"),
+        (
+            "checkpoints/iter_0000005/megafp8.json",
+            "holds no checkpoint, its folder checkpoints does; give --load .*/checkpoints$",
+        ),
+    ],
+)
+def test_a_folder_that_holds_something_else_is_no_fresh_start(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("5\n")
+    with pytest.raises(CheckpointError, match=message):
+        find_checkpoint(tmp_path)
+    save(tmp_path, 7)
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000007"
+
+
 def test_the_set_aside_copy_stands_in_for_a_lost_iteration(tmp_path: Path) -> None:
     save(tmp_path, 5, 10)
     old = tmp_path / "old_iter_0000010.0123abcd"
