@@ -86,7 +86,7 @@ def _refuse_what_is_meant_otherwise(folder: Path) -> None:
     elif shards.exists():
         what, do = (
             f"{shards.name} and no {RECORD_NAME}",
-            "a copy that is not complete? Copy it again",
+            "copy it again, whole",
         )
     elif within.is_dir() and _survey(within)[1]:
         what, do = "no checkpoint, its folder checkpoints does", f"give --load {within}"

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any, NoReturn, TypeGuard
 
 from megafp8.errors import CheckpointError
 
-FORMAT_VERSION = 1
+# 2 added `crc32`, the checksum of the record itself.
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class CheckpointRecord:
         state: Further state that is not a tensor (schedules, counters, document framing).
         tensors: Canonical name to shape and dtype.
         files: Name inside the checkpoint directory to size and checksum.
-        format_version: Version of this file's form.
+        format_version: Version of the file's form that was read; what is written has the newest.
     """
 
     iteration: int
@@ -74,9 +76,10 @@ class CheckpointRecord:
         Raises:
             CheckpointError: a value has no JSON form, or is NaN or infinite.
         """
-        content = asdict(self)
+        content = {**asdict(self), "format_version": FORMAT_VERSION}
         content = {"format_version": content.pop("format_version"), **content}
         try:
+            content["crc32"] = content_crc32(content)
             return json.dumps(content, indent=1, allow_nan=False) + "\n"
         except (TypeError, ValueError) as error:
             raise CheckpointError(
@@ -92,8 +95,8 @@ class CheckpointRecord:
             path: The file, for messages.
 
         Raises:
-            CheckpointError: no JSON, a newer format version, a field that is missing, unknown or
-                of another type.
+            CheckpointError: no JSON, a newer format version, another content than was written, a
+                field that is missing, unknown or of another type.
         """
         try:
             content = json.loads(text, parse_constant=_no_number)
@@ -102,6 +105,7 @@ class CheckpointRecord:
         if not isinstance(content, dict):
             raise CheckpointError(f"{path} holds {_kind(content)}, expected an object")
         _check_version(content, path)
+        _check_sum(content, path)
         _check_fields(content, path)
         _check_values(content, path)
         content["tensors"] = {
@@ -111,6 +115,13 @@ class CheckpointRecord:
             name: _file_entry(name, entry, path) for name, entry in content["files"].items()
         }
         return cls(**content)
+
+
+def content_crc32(content: Mapping[str, Any]) -> str:
+    """Return the checksum of a record's fields but `crc32`; line breaks and order do not matter."""
+    fields = {name: value for name, value in content.items() if name != "crc32"}
+    text = json.dumps(json.loads(json.dumps(fields, allow_nan=False)), sort_keys=True)
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 # Field, allowed JSON types. A later version that adds a field also says here what an earlier file,
@@ -162,6 +173,15 @@ def _check_version(content: dict[str, Any], path: Path) -> None:
             f"{path}: format_version is {version}, this megafp8 reads up to {FORMAT_VERSION};"
             " load it with a newer megafp8"
         )
+
+
+def _check_sum(content: dict[str, Any], path: Path) -> None:
+    """Take `crc32` out of the fields: one flipped bit in a number is as good JSON as any other."""
+    if content["format_version"] < 2:
+        return
+    found, named = content_crc32(content), content.pop("crc32", None)
+    if found != named:
+        raise CheckpointError(f"{path} is damaged: crc32 {found}, expected {named!r:.100}")
 
 
 def _check_fields(content: dict[str, Any], path: Path) -> None:

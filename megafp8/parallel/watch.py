@@ -44,6 +44,7 @@ class Watch:
         self._store: Any = None
         self._seen: dict[int, tuple[str, float]] = {}
         self._called: set[int] = set()
+        self._failed = ""  # what another rank published before it left
 
     def __enter__(self) -> "Watch":
         if self.size > 1:
@@ -66,6 +67,9 @@ class Watch:
                 return
             if not _broke_in_a_collective(error):
                 self._publish(error)
+                if self.rank == 0:
+                    # The store may be this process's own. The others look into it once a beat.
+                    time.sleep(1.5 * self.beat)
             elif isinstance(error, Exception):
                 peer = self._explain(error)
                 if peer is not None:
@@ -79,10 +83,12 @@ class Watch:
         count = 0
         # The lowest rank looks after the others, the next one after the lowest.
         watched = [rank for rank in range(self.size) if rank != self.rank] if self.rank < 2 else []
-        while not self._stop.wait(self.beat):
-            count += 1
+        pause = 0.0
+        while not self._stop.wait(pause):
+            count, pause = count + 1, self.beat
             try:
                 self._store.set(f"life_{self.rank}", f"{count} {self.place}")
+                self._failed = self._failed or self._published()
                 if count % 5 == 0:
                     self._look(watched if self.rank == 0 else watched[:1])
             except RuntimeError:  # DistError: every failure of the store
@@ -120,24 +126,30 @@ class Watch:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:2000]
         if isinstance(error, KeyboardInterrupt):
             text = "interrupted (SIGINT)"
-        self._ask(
-            lambda: self._store.compare_set("failed", "", f"{self.rank} {self.place}: {text}")
-        )
+        self._claim(f"{self.rank} {self.place}: {text}")
+
+    def _claim(self, failure: str) -> None:
+        """Publish "rank place: reason" unless somebody has published an earlier failure."""
+        self._ask(lambda: self._store.compare_set("failed", "", failure))
 
     def _explain(self, error: Exception) -> PeerError | None:
-        """The rank behind a broken collective: one that published a failure, or fell silent."""
+        """The rank behind a broken collective: one that published a failure, fell silent, is late.
+
+        A late one is alive and has not waited in vain itself.
+        """
         where = f"rank {self.rank} was at {self.place}, in {_collective(error)}"
         others = [rank for rank in range(self.size) if rank != self.rank]
+        self._ask(lambda: self._store.set(f"waited_{self.rank}", ""))
         before = self._ask(lambda: self._signs(others))
         limit = time.monotonic() + 3.5 * self.beat
-        while before is not None and time.monotonic() < limit:
-            failed = self._ask(self._published)
-            if failed:
-                culprit, _, text = failed.partition(" ")
-                speaks = self.rank == min(r for r in range(self.size) if r != int(culprit))
-                # The culprit tells its own story at length; this is the pointer to it.
-                return PeerError(f"rank {culprit} failed first, at {text}; {where}", speaks)
-            time.sleep(0.2)
+        while before is not None and not self._failed and time.monotonic() < limit:
+            self._failed = self._ask(self._published) or ""
+            time.sleep(0.0 if self._failed else 0.2)
+        if self._failed:
+            culprit, _, text = self._failed.partition(" ")
+            speaks = self.rank == min(r for r in range(self.size) if r != int(culprit))
+            # The culprit tells its own story at length; this is the pointer to it.
+            return PeerError(f"rank {culprit} failed first, at {text}; {where}", speaks)
         after = None if before is None else self._ask(lambda: self._signs(others))
         if before is None or after is None:
             return PeerError(
@@ -146,16 +158,21 @@ class Watch:
                 self.rank == 1,
             )
         silent = [rank for rank in others if after[rank] == before[rank]]
-        if not silent:
+        late = self._ask(lambda: [r for r in others if not self._store.check([f"waited_{r}"])])
+        culprits = silent or late
+        if not culprits:
             return None
-        names = ", ".join(str(rank) for rank in silent)
-        places = ", ".join(sorted({after[rank].partition(" ")[2] or "set-up" for rank in silent}))
-        speaks = self.rank == min(r for r in range(self.size) if r not in silent)
-        return PeerError(
-            f"rank{'s' if len(silent) > 1 else ''} {names}: no sign of life (stopped, killed or "
-            f"cut off), last at {places}; {where}",
-            speaks,
-        )
+        names = f"rank{'s' if len(culprits) > 1 else ''} {', '.join(map(str, culprits))}"
+        places = {after[rank].partition(" ")[2] or "set-up" for rank in culprits}
+        at = ", ".join(sorted(places))
+        speaks = self.rank == min(r for r in range(self.size) if r not in culprits)
+        if silent:
+            text = f"no sign of life (stopped, killed or cut off), last at {at}"
+        else:
+            text = f"alive at {at}, and not where the others waited until the timeout: too slow?"
+            # It will find the others gone, and shall not blame them.
+            self._claim(f"{culprits[0]} {at}: not where the others waited until the timeout")
+        return PeerError(f"{names}: {text}; {where}", speaks)
 
     def _published(self) -> str:
         return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
@@ -193,10 +210,16 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _collective(error: BaseException) -> str:
-    """The function of `torch.distributed` that an error came out of."""
-    names = [
-        frame.name
-        for frame in _frames(error)
-        if frame.filename.endswith("torch/distributed/distributed_c10d.py")
-    ]
-    return names[0] if names else "a collective"
+    """The function of `torch.distributed` that an error came out of; else the place in our code.
+
+    A pipeline's sends and receives are waited for in objects that name nothing.
+    """
+    frames = _frames(error)
+    for frame in frames:
+        if frame.filename.endswith("torch/distributed/distributed_c10d.py"):
+            return frame.name
+    ours = [frame for frame in frames if "/megafp8/" in frame.filename]
+    if not ours:
+        return "a collective"
+    name = ours[-1].filename.rpartition("/megafp8/")[2]
+    return f"{ours[-1].name} of {name}"

@@ -107,6 +107,7 @@ class Loop:
                 self.writer.write(metrics)
                 self.saver.poll()
                 if self._due(self.config.checkpoint.save_interval) and not self._signal:
+                    self.watch.place = f"the save after iteration {self.state.iteration}"
                     self.saver.save()
                 if training.exit_interval and self.state.iteration % training.exit_interval == 0:
                     log.info("stopping at iteration %d (--exit-interval)", self.state.iteration)

@@ -67,6 +67,7 @@ class RunSaver:
         self._saved = state.iteration
         self.newest = newest
         self._positions: dict[int, int] = {}
+        self._ending = False
 
     def save(self) -> None:
         """Save the present state, or begin to."""
@@ -105,6 +106,7 @@ class RunSaver:
 
     def abandon(self) -> None:
         """Give a save in flight a moment to end; for a run that fails."""
+        self._ending = True
         if not self._saver.wait(ABANDON_SECONDS):
             log.error("the save in flight is given up; its directory is removed by the next run")
 
@@ -122,12 +124,13 @@ class RunSaver:
                 checkpoint_after=str(path),
             )
             return
-        log.warning("SAVE FAILED at iteration %d, training goes on: %s", iteration, error)
+        then = "the run ends" if self._ending else "training goes on"
+        log.warning("SAVE FAILED at iteration %d, %s: %s", iteration, then, error)
         self.audit.write(
             "save_failed",
             iteration,
             level="error",
-            action="continue",
+            action="exit" if self._ending else "continue",
             data_position=position,
             checkpoint_before=before,
             reason=str(error),

@@ -106,7 +106,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
         ("config.json", "holds a model of Hugging Face; convert it: .* --from hf --load"),
         ("model-00001-of-00002.safetensors", "holds a model of Hugging Face"),
         ("latest_checkpointed_iteration.txt", "a checkpoint of Megatron; .* --from megatron"),
-        (".metadata", r"holds \.metadata and no megafp8.json; a copy that is not complete"),
+        (".metadata", r"holds \.metadata and no megafp8.json; copy it again, whole"),
         ("__0_0.distcp", "holds __0_0.distcp and no megafp8.json"),
         (
             "checkpoints/iter_0000005/megafp8.json",

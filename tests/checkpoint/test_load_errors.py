@@ -1,11 +1,16 @@
 """Nothing is filled that does not match: names, shapes, dtypes, bytes, words of a pickle."""
 
+import collections
+import functools
+import importlib
 import json
 import logging
+import os
 import pickle
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megafp8.checkpoint import load_tensors, read_record, save_checkpoint, verify_files
 from megafp8.checkpoint.metadata import read_metadata
+from megafp8.checkpoint.record import content_crc32
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import record
 from tests.support.ranks import Ranks
@@ -209,10 +215,14 @@ def call(module: str, name: str, argument: str) -> bytes:
 def plant(directory: Path, content: bytes) -> None:
     """Replace `.metadata` and make the record agree, as someone who means harm would."""
     (directory / ".metadata").write_bytes(content)
-    path = directory / "megafp8.json"
-    text = json.loads(path.read_text())
-    text["files"][".metadata"] = {"size": len(content), "crc32": f"{zlib.crc32(content):08x}"}
-    path.write_text(json.dumps(text))
+    record = json.loads((directory / "megafp8.json").read_text())
+    record["files"][".metadata"] = {"size": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+    write_record(directory, record)
+
+
+def write_record(directory: Path, content: dict[str, Any]) -> None:
+    content["crc32"] = content_crc32(content)
+    (directory / "megafp8.json").write_text(json.dumps(content))
 
 
 def test_our_own_metadata_names_no_path(saved: Path) -> None:
@@ -243,6 +253,66 @@ def test_hostile_metadata_runs_nothing(
     with pytest.raises(CheckpointError, match=f"names {module}.{name}, which is not part of DCP"):
         load_tensors(saved, tensors)
     assert not proof.exists() and untouched(tensors)
+
+
+class Reduces:
+    """Pickled as the call of a function, at whatever depth it lies."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+def attack(kind: str, proof: Path) -> Any:
+    """An object whose unpickling makes the file `proof`."""
+    if kind == "reduce":
+        return Reduces(os.mkdir, (str(proof),))
+    if kind == "getattr":
+        return Reduces(getattr, (Reduces(importlib.import_module, ("os",)), "mkdir"))
+    if kind == "partial":
+        return functools.partial(os.mkdir, str(proof))
+    if kind == "rebuild":
+        return Reduces(torch._utils._rebuild_tensor_v2, (Reduces(os.mkdir, (str(proof),)),))
+    if kind == "factory":
+        return Reduces(collections.defaultdict, (os.mkdir,), None, None, iter([(str(proof), 1)]))
+    if kind == "state":
+        # The three-argument form: the state goes to __setstate__ of what the call returned.
+        return Reduces(collections.OrderedDict, (), {"x": Reduces(os.mkdir, (str(proof),))})
+    assert kind == "tensor", kind
+    return torch.ones(2)
+
+
+@pytest.mark.parametrize("place", ["root", "planner_data", "chunk", "key", "size"])
+@pytest.mark.parametrize(
+    "kind", ["reduce", "getattr", "partial", "rebuild", "factory", "state", "tensor"]
+)
+def test_hostile_objects_run_nothing_wherever_they_lie(
+    saved: Path, tmp_path: Path, kind: str, place: str
+) -> None:
+    proof = tmp_path / "proof"
+    hostile = attack(kind, proof)
+    sizes = {name: entry.size for name, entry in read_record(saved).files.items()}
+    metadata: Any = read_metadata(saved, sizes)
+    tensor = metadata.state_dict_metadata["a.weight"]
+    if place == "root":
+        metadata = hostile
+    elif place == "planner_data":
+        metadata.planner_data = [{"a": (1, hostile)}]
+    elif place == "chunk":
+        tensor.chunks.append(hostile)
+    elif place == "key":
+        metadata.storage_data = {"a": [[hostile]]}
+    else:
+        tensor.size = hostile
+    protocols = (0, 2, 5) if kind != "factory" else (5,)  # an iterator is used up by one
+    for protocol in protocols:
+        plant(saved, pickle.dumps(metadata, protocol))
+        tensors = model(blank=True)
+        with pytest.raises(CheckpointError, match="which is not part of DCP's metadata|is damaged"):
+            load_tensors(saved, tensors)
+        assert not proof.exists() and untouched(tensors)
 
 
 def test_the_hostile_pickle_does_harm_elsewhere(tmp_path: Path) -> None:
@@ -375,7 +445,7 @@ def test_a_record_and_an_index_that_differ_are_refused(
     content = json.loads((saved / "megafp8.json").read_text())
     del content["tensors"]["a.weight"]
     content["tensors"] |= {} if entry is None else {"a.weight": entry}
-    (saved / "megafp8.json").write_text(json.dumps(content))
+    write_record(saved, content)
     tensors = model(blank=True)
     with pytest.raises(CheckpointError, match=message):
         load_tensors(saved, tensors)

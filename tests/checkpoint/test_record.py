@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,40 @@ def test_reads_version_1() -> None:
 
 def test_round_trip() -> None:
     record = CheckpointRecord.from_json(STORED_V1, PATH)
-    assert CheckpointRecord.from_json(record.to_json(), PATH) == record
+    again = CheckpointRecord.from_json(record.to_json(), PATH)
+    assert again == dataclasses.replace(record, format_version=FORMAT_VERSION)
     assert list(json.loads(record.to_json()))[0] == "format_version"
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    """Where it leaves good JSON and a good type, too: 80 consumed samples are not 81."""
+    text = CheckpointRecord.from_json(STORED_V1, PATH).to_json()
+    changed = text.replace('"consumed_samples": 80', '"consumed_samples": 81')
+    with pytest.raises(CheckpointError, match=r"megafp8.json is damaged: crc32 \w{8}, expected '"):
+        CheckpointRecord.from_json(changed, PATH)
+    survived = []
+    for position, character in enumerate(text):
+        flipped = chr(ord(character) ^ 1)
+        if character.isspace() or flipped.isspace():
+            continue  # what JSON reads over
+        try:
+            CheckpointRecord.from_json(text[:position] + flipped + text[position + 1 :], PATH)
+        except CheckpointError:
+            continue
+        survived.append(position)
+    assert not survived, [text[at - 20 : at + 20] for at in survived]
+    # Somebody who edits it by hand may set it in another way, but not leave the sum out.
+    assert CheckpointRecord.from_json(json.dumps(json.loads(text)), PATH).iteration == 10
+    content = json.loads(text)
+    del content["crc32"]
+    with pytest.raises(CheckpointError, match="expected None"):
+        CheckpointRecord.from_json(json.dumps(content), PATH)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (stored(format_version=FORMAT_VERSION + 1), "format_version is 2, .* reads up to 1"),
+        (stored(format_version=FORMAT_VERSION + 1), "format_version is 3, .* reads up to 2"),
         (stored(format_version=0), "format_version is 0"),
         (stored(format_version="1"), "format_version is '1'"),
         (stored(format_version=True), "format_version is True"),

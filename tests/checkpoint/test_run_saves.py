@@ -1,5 +1,6 @@
 """Whole runs of one rank whose disk, folder or checkpoint is bad."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -180,6 +181,44 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     subprocess.run(["mount", "-o", "remount,size=2m", str(small_disk)], check=True)
     train(1, argv, tmp_path / "again")
     assert (small_disk / "latest").read_text() == "iter_0000004\n"
+
+
+def fill(folder: Path) -> Path:
+    """Leave no byte free."""
+    path = folder / "filler"
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(512))
+    return path
+
+
+def test_a_disk_that_is_full_for_a_while_costs_the_saves_of_that_while(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    """Everything of the run lies on it: metrics, audit log, lock, the save that is being written."""
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+    folder = small_disk / "run"
+    argv = command(folder, "--train-iters", "60", "--save-interval", "5", "--async-save")
+    patch = "tests.support.faults:slow_steps", {"seconds": 0.05}
+    with launched(1, [*argv, "--keep-last", "2"], tmp_path / "logs", patch) as run:
+        run.wait_for("saved ")
+        filler = fill(small_disk)
+        run.wait_for("SAVE FAILED")
+        before = check_folder(folder)
+        assert before >= 5 and not list((folder / "checkpoints").glob("tmp_*")), run.text()
+        filler.unlink()
+        run.wait_for("is written again; 0 lines are lost")
+        assert run.wait() == [0], run.text()
+    output = run.output(0)
+    assert "SAVE FAILED" in output and "No space left on device" in output
+    assert "Traceback" not in output
+    assert check_folder(folder) == 60
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert names == {"iter_0000055", "iter_0000060", "latest"}
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(1, 61))
+    failures = events(folder, "save_failed")
+    assert failures and failures[0]["checkpoint_before"].endswith(f"{before:07d}")
 
 
 def test_a_folder_that_turns_read_only(tmp_path: Path, small_disk: Path) -> None:
