@@ -23,7 +23,8 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 _PREFIX = "megafp8_watch"
-_BROKEN = ("closed by peer", "reset by peer", "timed out", "timeout", "broken pipe", "aborted")
+_IN_VAIN = ("timed out", "timeout")
+_BROKEN = (*_IN_VAIN, "closed by peer", "reset by peer", "broken pipe", "aborted")
 
 
 class Watch:
@@ -65,15 +66,18 @@ class Watch:
         try:
             if error is None or self._store is None:
                 return
-            if not _broke_in_a_collective(error):
+            # An interrupt may have come while a collective failed because of others' interrupts.
+            broken = _broken_collective(error) if isinstance(error, Exception) else None
+            peer = None
+            if broken is None:
                 self._publish(error)
-                if self.rank == 0:
-                    # The store may be this process's own. The others look into it once a beat.
-                    time.sleep(1.5 * self.beat)
-            elif isinstance(error, Exception):
-                peer = self._explain(error)
-                if peer is not None:
-                    raise peer from error
+            else:
+                peer = self._explain(broken)
+            if self.rank == 0:
+                # The store may be this process's own. The others look into it once a beat.
+                time.sleep(1.5 * self.beat)
+            if peer is not None:
+                raise peer from error
         finally:
             self._stop.set()
 
@@ -135,11 +139,12 @@ class Watch:
     def _explain(self, error: Exception) -> PeerError | None:
         """The rank behind a broken collective: one that published a failure, fell silent, is late.
 
-        A late one is alive and has not waited in vain itself.
+        A late one is alive and has not waited in vain itself, whatever it met when it came.
         """
         where = f"rank {self.rank} was at {self.place}, in {_collective(error)}"
         others = [rank for rank in range(self.size) if rank != self.rank]
-        self._ask(lambda: self._store.set(f"waited_{self.rank}", ""))
+        if any(word in str(error).lower() for word in _IN_VAIN):
+            self._ask(lambda: self._store.set(f"waited_{self.rank}", ""))
         before = self._ask(lambda: self._signs(others))
         limit = time.monotonic() + 3.5 * self.beat
         while before is not None and not self._failed and time.monotonic() < limit:
@@ -165,14 +170,13 @@ class Watch:
         names = f"rank{'s' if len(culprits) > 1 else ''} {', '.join(map(str, culprits))}"
         places = {after[rank].partition(" ")[2] or "set-up" for rank in culprits}
         at = ", ".join(sorted(places))
+        text = "no sign of life (stopped, killed or cut off)"
+        if not silent:
+            text = "alive, but not where the others waited until the timeout (too slow?)"
+        # Whoever finds this rank gone shall not blame it. Nor shall a late one, when it comes.
+        self._claim(f"{culprits[0]} {at}: {text}")
         speaks = self.rank == min(r for r in range(self.size) if r not in culprits)
-        if silent:
-            text = f"no sign of life (stopped, killed or cut off), last at {at}"
-        else:
-            text = f"alive at {at}, and not where the others waited until the timeout: too slow?"
-            # It will find the others gone, and shall not blame them.
-            self._claim(f"{culprits[0]} {at}: not where the others waited until the timeout")
-        return PeerError(f"{names}: {text}; {where}", speaks)
+        return PeerError(f"{names}: {text}, last at {at}; {where}", speaks)
 
     def _published(self) -> str:
         return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
@@ -193,13 +197,20 @@ class Watch:
         return answer[0] if answer else None
 
 
-def _broke_in_a_collective(error: BaseException) -> bool:
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error).lower()
-    inside = any("torch/distributed" in frame.filename for frame in _frames(error))
-    broken = any(word in text for word in _BROKEN)
-    return isinstance(error, RuntimeError) and broken and (inside or "gloo" in text)
+def _broken_collective(error: BaseException | None) -> Exception | None:
+    """The failed collective behind an error, which libraries may have wrapped in others of theirs.
+
+    Torch's pipeline schedules, for one, raise "[Stage 1] failed to run forward" from it.
+    """
+    while error is not None:
+        text = str(error).lower()
+        inside = any("torch/distributed" in frame.filename for frame in _frames(error))
+        broken = any(word in text for word in _BROKEN) and (inside or "gloo" in text)
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and broken):
+            assert isinstance(error, Exception)
+            return error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:

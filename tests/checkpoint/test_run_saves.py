@@ -195,7 +195,7 @@ def fill(folder: Path) -> Path:
 def test_a_disk_that_is_full_for_a_while_costs_the_saves_of_that_while(
     tmp_path: Path, small_disk: Path
 ) -> None:
-    """Everything of the run lies on it: metrics, audit log, lock, the save that is being written."""
+    """Everything of the run lies on it: metrics, audit log, lock, the save that is under way."""
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
     folder = small_disk / "run"
     argv = command(folder, "--train-iters", "60", "--save-interval", "5", "--async-save")
