@@ -163,10 +163,14 @@ class Watch:
                 self.rank == 1,
             )
         silent = [rank for rank in others if after[rank] == before[rank]]
-        late = self._ask(lambda: [r for r in others if not self._store.check([f"waited_{r}"])])
+        everyone = range(self.size)
+        waited = self._ask(lambda: [r for r in everyone if self._store.check([f"waited_{r}"])])
+        # Where nobody timed out, nobody is late: a network that broke between living ranks.
+        late = [rank for rank in everyone if rank not in waited] if waited else []
         culprits = silent or late
         if not culprits:
             return None
+        after.setdefault(self.rank, f"0 {self.place}")
         names = f"rank{'s' if len(culprits) > 1 else ''} {', '.join(map(str, culprits))}"
         places = {after[rank].partition(" ")[2] or "set-up" for rank in culprits}
         at = ", ".join(sorted(places))
