@@ -49,6 +49,9 @@ def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
     if not load_dir.is_dir():
         return None
     partial, complete = _survey(load_dir)
+    if partial and not complete:
+        # A run with `--keep-last 1` may have replaced its only one while the folder was listed.
+        partial, complete = _survey(load_dir)
     for path in partial:
         _logger.warning("checkpoint %s is partial (no %s): skipped", path, RECORD_NAME)
     named = _read_latest(load_dir)

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -278,6 +278,7 @@ def _certify(
 ) -> Certificate:
     registry = step.model.registry
     state = {} if registry is None else registry.tensors()
+    alone = _partners(report.absent)
     parts = on_all_ranks("hashing the scale state", lambda: _digests(state), None)
     # Ranks of one stage hold the same entries: a set keeps each once, and keeps any that differ.
     lines = sorted({f"{name} {value}" for part in parts for name, value in part.items()})
@@ -286,15 +287,22 @@ def _certify(
         layout_before=record.layout,
         layout_after=layout_record(step.mesh),
         tensors={
-            "loaded": report.loaded,
+            "loaded": report.loaded - len(alone),
             "remapped": report.remapped,
-            "defaulted": len(report.absent),
+            "defaulted": len(report.absent) + len(alone),
             "dropped": len(report.dropped),
         },
         scale_state_sha256=hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else None,
         manifest_sha256=record.manifest_sha256,
         scale_state_rule=rule,
     )
+
+
+def _partners(absent: Collection[str]) -> set[str]:
+    """The scales without their window, and windows without their scale: read, and not used."""
+    both = {"scale": "amax_history", "amax_history": "scale"}
+    heads = ((head, both[tail]) for head, _, tail in (n.rpartition(".") for n in absent))
+    return {f"{head}.{other}" for head, other in heads} - set(absent)
 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
