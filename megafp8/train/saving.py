@@ -94,6 +94,7 @@ class RunSaver:
             TrainingError: on every rank; it could not be saved.
         """
         self._saver.wait()
+        self._ending = True
         if self._saved != self.state.iteration:
             self.save()
             self._saver.wait()

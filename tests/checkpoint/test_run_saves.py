@@ -217,7 +217,8 @@ def test_a_disk_that_is_full_for_a_while_costs_the_saves_of_that_while(
         assert run.wait() == [0], run.text()
     output = run.output(0)
     assert "SAVE FAILED" in output and "No space left on device" in output
-    assert "Traceback" not in output
+    # TensorBoard's own thread shows one of its own, and is off from then on.
+    assert "[rank 0] Traceback" not in output and output.count("TensorBoard is off") <= 1
     assert check_folder(folder) == 60
     names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert names == {"iter_0000055", "iter_0000060", "latest"}
@@ -242,6 +243,10 @@ def test_a_folder_that_turns_read_only(tmp_path: Path, small_disk: Path) -> None
     output = run.output(0)
     assert "SAVE FAILED" in output and "Read-only file system" in output
     assert "iteration       60/" in output, "training went on"
+    last = output.strip().splitlines()[-1]
+    assert last.startswith("pretrain_gpt.py: error: iteration 60 is not saved") and (
+        "iter_0000020: saving" in last and "Traceback" not in output
+    ), last
     assert events(tmp_path, "save_failed")
 
 
