@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 ROOT_NAME = "megafp8"
+_logger = logging.getLogger(f"{ROOT_NAME}.log")
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
@@ -96,27 +97,57 @@ def json_ready(value: Any) -> Any:
 
 
 class JsonlSink:
-    """Appends objects to a file, one JSON object a line, each flushed at once.
+    """Appends objects to a file, one JSON object a line, each handed over at once.
 
     A run that is killed then loses at most the line that was being written. Such a line, without
     its newline, would swallow the next one; it is closed when the file is opened again.
+
+    A file system that is full, or gone for a while, must not end what the lines report about: they
+    wait in memory, up to `LIMIT` bytes, and go with a later one. That is told when it begins and
+    when it ends.
     """
+
+    LIMIT = 2**24
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = _lacks_final_newline(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
-        if unfinished:
-            self._file.write("\n")
+        # Without a buffer of Python's: what could not be written has to be known to the byte.
+        self._file = self.path.open("ab", buffering=0)
+        self._waiting = b"\n" if unfinished else b""
+        self._failing, self._lost = False, 0
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Append one object and flush it to the operating system."""
-        self._file.write(json.dumps(json_ready(entry), allow_nan=False) + "\n")
-        self._file.flush()
+        """Append one object and hand it to the operating system."""
+        line = json.dumps(json_ready(entry), allow_nan=False) + "\n"
+        if len(self._waiting) < self.LIMIT:
+            self._waiting += line.encode()
+        else:
+            self._lost += 1
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not self._failing:
+                _logger.error("%s: %s; what belongs there waits in memory", self.path, error)
+            self._failing = True
+            return
+        if self._failing:
+            _logger.warning("%s is written again; %d lines are lost", self.path, self._lost)
+        self._failing, self._lost = False, 0
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
+        if self._file.closed:
+            return
+        self._hand_over()
+        if self._waiting:
+            lost = self._lost + self._waiting.count(b"\n")
+            _logger.error("%s: its last %d lines are lost", self.path, lost)
         self._file.close()
 
 

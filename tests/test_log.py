@@ -73,3 +73,44 @@ def test_the_family_of_errors():
     assert issubclass(ConfigurationError, MegaFP8Error) and issubclass(MegaFP8Error, ValueError)
     assert ConfigurationError("x").exit_code == 2
     assert TrainingError("x").exit_code == 1 and isinstance(TrainingError("x"), RuntimeError)
+
+
+@pytest.mark.parametrize("partly", [False, True])
+def test_lines_wait_while_nothing_can_be_written(tmp_path, monkeypatch, caplog, partly):
+    """A disk that is full for a while, in the middle of a line or before it."""
+    sink = JsonlSink(tmp_path / "x.jsonl")
+    sink.write({"a": 1})
+
+    class Full:
+        closed = False
+
+        def __init__(self):
+            self.room = 4 if partly else 0
+
+        def write(self, content):
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            taken, self.room = self.room, 0
+            return file.write(content[:taken])
+
+    file, full = sink._file, Full()
+    monkeypatch.setattr(sink, "_file", full)
+    with caplog.at_level(logging.WARNING, logger="megafp8"):
+        for number in (2, 3, 4):
+            sink.write({"a": number})
+        assert len(caplog.records) == 1 and "No space left" in caplog.text
+        monkeypatch.setattr(sink, "_file", file)
+        sink.write({"a": 5})
+        assert "is written again; 0 lines are lost" in caplog.text
+        lines = (tmp_path / "x.jsonl").read_text().splitlines()
+        assert [json.loads(line)["a"] for line in lines] == [1, 2, 3, 4, 5]
+        monkeypatch.setattr(sink, "_file", full)
+        monkeypatch.setattr(JsonlSink, "LIMIT", 12)
+        monkeypatch.setattr(full, "close", lambda: None, raising=False)
+        full.room = 0
+        for number in range(4):
+            sink.write({"a": number})
+        assert len(sink._waiting) == 18, "two lines, of which the second passed the limit"
+        sink.close()
+    assert "its last 4 lines are lost" in caplog.text
+    file.close()

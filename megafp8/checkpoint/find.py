@@ -4,6 +4,7 @@ from pathlib import Path
 
 from megafp8.checkpoint.files import (
     LATEST_NAME,
+    METADATA_NAME,
     RECORD_NAME,
     crc32_of,
     is_complete,
@@ -18,8 +19,10 @@ from megafp8.log import get_logger
 
 _logger = get_logger(__name__)
 
+_CONVERT = "convert it: tools/convert_checkpoint.py --to megafp8 --save NEW_FOLDER"
 
-def find_checkpoint(load_dir: Path) -> Path | None:
+
+def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
     """Return the checkpoint that `--load` means, None where training starts fresh.
 
     Touches only the file system, no collective. On a folder that another job may be writing, let
@@ -28,13 +31,15 @@ def find_checkpoint(load_dir: Path) -> Path | None:
     Args:
         load_dir: A folder of checkpoints (what `latest` names is taken, else the newest complete
             one), or `.../iter_0000010` for exactly that one.
+        to_load: False where it is asked whether a folder is free to save into.
 
     Returns:
         A complete checkpoint's directory; None if the folder is missing or holds no checkpoint.
 
     Raises:
         CheckpointError: `load_dir` is a file, names an iteration that is missing or partial, or
-            holds checkpoints of which none is complete.
+            holds checkpoints of which none is complete, or something else than checkpoints that
+            it was probably given for (another program's model, a run folder).
     """
     load_dir = Path(load_dir).absolute()
     if load_dir.exists() and not load_dir.is_dir():
@@ -44,6 +49,9 @@ def find_checkpoint(load_dir: Path) -> Path | None:
     if not load_dir.is_dir():
         return None
     partial, complete = _survey(load_dir)
+    if partial and not complete:
+        # A run with `--keep-last 1` may have replaced its only one while the folder was listed.
+        partial, complete = _survey(load_dir)
     for path in partial:
         _logger.warning("checkpoint %s is partial (no %s): skipped", path, RECORD_NAME)
     named = _read_latest(load_dir)
@@ -54,6 +62,8 @@ def find_checkpoint(load_dir: Path) -> Path | None:
                 f"--load {load_dir} holds no usable checkpoint, found {found};"
                 " give another --load, or an empty directory to start fresh"
             )
+        if to_load:
+            _refuse_what_is_meant_otherwise(load_dir)
         return None
     newest = complete[max(complete)]
     wanted = None if named is None else iteration_of(named)
@@ -66,6 +76,26 @@ def find_checkpoint(load_dir: Path) -> Path | None:
         newest,
     )
     return newest
+
+
+def _refuse_what_is_meant_otherwise(folder: Path) -> None:
+    """Starting fresh would be wrong where a folder holds a model that is not found by our names."""
+    within = folder / "checkpoints"
+    shards = next(folder.glob("*.distcp"), None) or folder / METADATA_NAME
+    if (folder / "latest_checkpointed_iteration.txt").exists():
+        what, do = "a checkpoint of Megatron", f"{_CONVERT} --from megatron --load {folder}"
+    elif (folder / "config.json").exists() or next(folder.glob("*.safetensors"), None):
+        what, do = "a model of Hugging Face", f"{_CONVERT} --from hf --load {folder}"
+    elif shards.exists():
+        what, do = (
+            f"{shards.name} and no {RECORD_NAME}",
+            "copy it again, whole",
+        )
+    elif within.is_dir() and _survey(within)[1]:
+        what, do = "no checkpoint, its folder checkpoints does", f"give --load {within}"
+    else:
+        return
+    raise CheckpointError(f"--load {folder} holds {what}; {do}")
 
 
 def _exactly(directory: Path) -> Path:

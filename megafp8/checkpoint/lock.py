@@ -7,11 +7,14 @@ counter in the file that the owner raises, read again until it has moved or stoo
 """
 
 import errno
+import fcntl
 import json
 import os
 import socket
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +81,10 @@ class FolderLock:
         self._thread = None
         owner = self._read()
         if owner is not None and owner.get("token") == self._token:
-            self.path.unlink(missing_ok=True)
+            try:
+                self.path.unlink(missing_ok=True)
+            except OSError as error:  # whoever comes next finds its owner gone
+                _logger.warning("%s could not be removed: %s", self.path, error)
 
     def _content(self) -> str:
         return json.dumps(
@@ -150,6 +156,12 @@ class FolderLock:
 
     def _remove_stale(self, owner: dict[str, Any]) -> None:
         """Take a dead owner's file away, and only that: another job may have been quicker."""
+        with _alone_in(self.path.parent):
+            if self._read() == owner:
+                self._move_aside(owner)
+
+    def _move_aside(self, owner: dict[str, Any]) -> None:
+        """As `_remove_stale` where jobs on other hosts do the same at this moment."""
         aside = self.path.with_name(f"{LOCK_NAME}.{self._token}.stale")
         try:
             os.rename(self.path, aside)
@@ -168,6 +180,7 @@ class FolderLock:
         aside.unlink()
 
     def _keep_alive(self) -> None:
+        failing = False
         while not self._stop.wait(self.beat):
             self._count += 1
             owner = self._read()
@@ -183,8 +196,25 @@ class FolderLock:
             try:
                 draft.write_text(self._content(), encoding="utf-8")
                 os.replace(draft, self.path)
+                failing = False
             except OSError as error:
-                _logger.warning("%s could not be renewed: %s", self.path, error)
+                if not failing:
+                    _logger.warning("%s cannot be renewed: %s", self.path, error)
+                failing = True
+                with suppress(OSError):
+                    draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Generator[None, None, None]:
+    """Let one process at a time in, as far as the file system's advisory locks reach."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _host() -> str:

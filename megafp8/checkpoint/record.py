@@ -57,7 +57,7 @@ class CheckpointRecord:
         state: Further state that is not a tensor (schedules, counters, document framing).
         tensors: Canonical name to shape and dtype.
         files: Name inside the checkpoint directory to size and checksum.
-        format_version: Version of this file's form.
+        format_version: Version of the file's form that was read; what is written has the newest.
     """
 
     iteration: int

@@ -241,7 +241,10 @@ def _build(
         values[section][field] = not value if item.target.negated else value
     where = {key: item.where for key, item in given.items()}
     checkpoint = values["checkpoint"]
-    if checkpoint.get("use_checkpoint_args") and checkpoint.get("load") is not None:
+    if checkpoint.get("use_checkpoint_args"):
+        if checkpoint.get("load") is None:
+            # Before anything is missed that the checkpoint would have given.
+            raise ConfigurationError("--use-checkpoint-args needs --load")
         if saved_run is None:
             raise ConfigurationError("--use-checkpoint-args is for pretrain_gpt.py alone")
         path, saved = saved_run(checkpoint["load"])

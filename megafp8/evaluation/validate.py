@@ -1,5 +1,6 @@
 """Mean token loss over the first batches of a validation split; leaves no trace in FP8 state."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -11,12 +12,27 @@ from megafp8.parallel.mesh import Mesh
 
 
 def validation_loss(
-    model: Model, loader: BatchLoader, mesh: Mesh, iterations: int, global_batch_size: int
-) -> float:
+    model: Model,
+    loader: BatchLoader,
+    mesh: Mesh,
+    iterations: int,
+    global_batch_size: int,
+    stop: Callable[[], bool] | None = None,
+) -> float | None:
     """Evaluate `iterations` global batches, always the same samples; a collective call.
 
+    Args:
+        model: evaluated as it is, its scales left alone.
+        loader: of the validation split.
+        mesh: of this rank.
+        iterations: global batches.
+        global_batch_size: samples of each.
+        stop: asked before each global batch, on all ranks together and with the same answer;
+            true ends the evaluation there.
+
     Returns:
-        Sum of masked token losses / masked tokens, in nats; NaN if no token counts.
+        Sum of masked token losses / masked tokens, in nats; NaN if no token counts. None if it was
+        ended early.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.world.device)
     paused = model.registry.paused() if model.registry is not None else nullcontext()
@@ -25,6 +41,8 @@ def validation_loss(
         with paused:
             evaluation = evaluation_batches(loader, iterations, global_batch_size)
             for number, batches in enumerate(evaluation):
+                if stop is not None and stop():
+                    return None
                 micro_batches = to_tensors(batches, mesh, 0, number)
                 totals[0] += model.runner.evaluate(micro_batches)
                 if model.runner.has_last:

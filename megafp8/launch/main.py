@@ -1,11 +1,13 @@
 """The entry point: command line and environment in, exit code out.
 
 Exit codes: 0 done, 1 a run that had to stop, 2 a mistake that one line explains, 75 a run that a
-signal ended early and whose state is saved (the same command goes on from there), 130 interrupted.
+signal ended early and whose state is saved (the same command goes on from there), 130 ended by
+Ctrl-C, which saves nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -30,9 +32,9 @@ from megafp8.errors import CheckpointError, DataError, MegaFP8Error, PeerError
 from megafp8.launch.dry_run import choose_world_size, describe, preflight
 from megafp8.launch.hardware import decide
 from megafp8.log import configure, get_logger
+from megafp8.train.signals import INTERRUPTED, Interrupt, StopSignals, ignore_signals
 
 PROGRAM = "pretrain_gpt.py"
-INTERRUPTED = 130
 STOPPED_BY_SIGNAL = 75  # EX_TEMPFAIL of sysexits.h: try again later
 GRACE_SECONDS = 5.0
 
@@ -46,30 +48,46 @@ ALWAYS_ON = {
 
 def run_program(argv: list[str]) -> NoReturn:
     """Run a command line and end the process with its exit code."""
-    code = main(argv)
+    interrupt = Interrupt()
+    interrupt.install()
+    try:
+        code = main(argv, interrupt=interrupt)
+    except KeyboardInterrupt:  # it came while another error was being told
+        code = INTERRUPTED
+    ignore_signals()
+    _flush_stdout()
     distributed = sys.modules.get("torch.distributed")
     if code and distributed is not None and distributed.is_initialized():
         # Python's own exit would wait until every pending collective of a process group that was
         # not left in order has timed out, and the other ranks would wait with this one.
         logging.shutdown()
-        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
 
-def main(argv: list[str], environment: Mapping[str, str] | None = None) -> int:
+def main(
+    argv: list[str],
+    environment: Mapping[str, str] | None = None,
+    interrupt: Interrupt | None = None,
+) -> int:
     """Run a command line and return the exit code.
 
     Args:
         argv: Arguments without the program's name.
         environment: What the launcher set; the process's own environment by default.
+        interrupt: Tells whether there was a Ctrl-C. It reaches all ranks, and one that is inside a
+            collective just then sees the others leave before it sees the signal.
     """
     environment = os.environ if environment is None else environment
     rank, local_rank = guess_ranks(environment)
     try:
         return _dispatch(argv, environment)
+    except KeyboardInterrupt as error:
+        return _interrupted(str(error), rank)
     except MegaFP8Error as error:
+        if interrupt is not None and interrupt.received:
+            return _interrupted("", rank)
         if _speaks(error, rank, local_rank):
             _complain(_one_line(error))
         elif "TORCHELASTIC_RUN_ID" in environment:
@@ -79,15 +97,9 @@ def main(argv: list[str], environment: Mapping[str, str] | None = None) -> int:
             time.sleep(GRACE_SECONDS)
             _complain(f"rank {rank}: {_one_line(error)}")
         return error.exit_code
-    except KeyboardInterrupt:
-        if rank == 0:
-            print(f"{PROGRAM}: interrupted", file=sys.stderr, flush=True)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # `--help | head` closed our output; Python would complain once more while it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception:  # a bug: shown in full, marked with its rank
+        if interrupt is not None and interrupt.received:
+            return _interrupted("", rank)
         mark = f"[rank {rank}] "
         text = "".join(mark + line + "\n" for line in traceback.format_exc().splitlines())
         print(text, end="", file=sys.stderr, flush=True)
@@ -98,7 +110,7 @@ def _dispatch(argv: list[str], environment: Mapping[str, str]) -> int:
     if wants_help(argv):
         from megafp8.config.help import help_text
 
-        sys.stdout.write(help_text())
+        _show(help_text())
         return 0
     command = parse_command(argv, _saved_run)
     if command.dry_run:
@@ -107,7 +119,7 @@ def _dispatch(argv: list[str], environment: Mapping[str, str]) -> int:
         config, choice = decide(command.config, guess_ranks(environment)[1])
         text = describe(config, choose_world_size(command, started), choice)
         if guess_ranks(environment)[0] == 0:
-            sys.stdout.write(text)
+            _show(text)
         return 0
     return _train(command.config, LaunchEnvironment.from_mapping(environment))
 
@@ -125,8 +137,6 @@ def _saved_run(load: str) -> tuple[str, Mapping[str, Any]]:
 
 def _train(config: RunConfig, launch: LaunchEnvironment) -> int:
     configure(launch.rank)
-    from megafp8.train.signals import StopSignals
-
     stop = StopSignals()
     if config.training.exit_signal_handler:
         stop.install()  # before torch, whose import takes seconds
@@ -167,6 +177,27 @@ def _speaks(error: MegaFP8Error, rank: int, local_rank: int) -> bool:
     if rank == 0 or isinstance(error, OwnRankError):
         return True
     return local_rank == 0 and isinstance(error, (UnreadableFileError, DataError))
+
+
+def _interrupted(where: str, rank: int) -> int:
+    if rank == 0:
+        text = f"interrupted{' ' if where else ''}{where}"
+        print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+    return INTERRUPTED
+
+
+def _show(text: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # `--help | head` has read enough
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _flush_stdout() -> None:
+    """Leave nothing for Python to complain about while it exits, with an exit code of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError:  # who read it has left, or the disk under it is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(text: str) -> None:

@@ -227,7 +227,8 @@ class ScaleRegistry:
             How many tensors started anew; 0 without state, where only kept casts become stale.
 
         Raises:
-            CheckpointError: for an entry of the wrong shape or a scale that is not positive.
+            CheckpointError: for an entry of the wrong shape, a scale that is not positive, or a
+                window with a negative entry.
         """
         if not self.recipe.stateful:
             self.drop_pending()
@@ -260,6 +261,11 @@ class ScaleRegistry:
                 f"{prefix}.amax_history has shape {list(window.shape)}; one axis is expected"
             )
         entries = torch.nan_to_num(window.float().cpu(), nan=torch.inf, posinf=torch.inf)
+        if bool((entries < 0).any()):
+            raise CheckpointError(
+                f"{prefix}.amax_history holds {float(entries.min()):g}; a largest absolute value "
+                "is not negative"
+            )
         entries = entries[entries > 0]
         if self.recipe.nonfinite_amax == "skip":
             entries = entries[entries.isfinite()]

@@ -23,7 +23,8 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 _PREFIX = "megafp8_watch"
-_BROKEN = ("closed by peer", "reset by peer", "timed out", "timeout", "broken pipe", "aborted")
+_IN_VAIN = ("timed out", "timeout")
+_BROKEN = (*_IN_VAIN, "closed by peer", "reset by peer", "broken pipe", "aborted")
 
 
 class Watch:
@@ -44,6 +45,7 @@ class Watch:
         self._store: Any = None
         self._seen: dict[int, tuple[str, float]] = {}
         self._called: set[int] = set()
+        self._failed = ""  # what another rank published before it left
 
     def __enter__(self) -> "Watch":
         if self.size > 1:
@@ -64,12 +66,18 @@ class Watch:
         try:
             if error is None or self._store is None:
                 return
-            if not _broke_in_a_collective(error):
+            # An interrupt may have come while a collective failed because of others' interrupts.
+            broken = _broken_collective(error) if isinstance(error, Exception) else None
+            peer = None
+            if broken is None:
                 self._publish(error)
-            elif isinstance(error, Exception):
-                peer = self._explain(error)
-                if peer is not None:
-                    raise peer from error
+            else:
+                peer = self._explain(broken)
+            if self.rank == 0:
+                # The store may be this process's own. The others look into it once a beat.
+                time.sleep(1.5 * self.beat)
+            if peer is not None:
+                raise peer from error
         finally:
             self._stop.set()
 
@@ -79,10 +87,12 @@ class Watch:
         count = 0
         # The lowest rank looks after the others, the next one after the lowest.
         watched = [rank for rank in range(self.size) if rank != self.rank] if self.rank < 2 else []
-        while not self._stop.wait(self.beat):
-            count += 1
+        pause = 0.0
+        while not self._stop.wait(pause):
+            count, pause = count + 1, self.beat
             try:
                 self._store.set(f"life_{self.rank}", f"{count} {self.place}")
+                self._failed = self._failed or self._published()
                 if count % 5 == 0:
                     self._look(watched if self.rank == 0 else watched[:1])
             except RuntimeError:  # DistError: every failure of the store
@@ -118,24 +128,33 @@ class Watch:
 
     def _publish(self, error: BaseException) -> None:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:2000]
-        self._ask(
-            lambda: self._store.compare_set("failed", "", f"{self.rank} {self.place}: {text}")
-        )
+        if isinstance(error, KeyboardInterrupt):
+            text = "interrupted (SIGINT)"
+        self._claim(f"{self.rank} {self.place}: {text}")
+
+    def _claim(self, failure: str) -> None:
+        """Publish "rank place: reason" unless somebody has published an earlier failure."""
+        self._ask(lambda: self._store.compare_set("failed", "", failure))
 
     def _explain(self, error: Exception) -> PeerError | None:
-        """The rank behind a broken collective: one that published a failure, or fell silent."""
+        """The rank behind a broken collective: one that published a failure, fell silent, is late.
+
+        A late one is alive and has not waited in vain itself, whatever it met when it came.
+        """
         where = f"rank {self.rank} was at {self.place}, in {_collective(error)}"
         others = [rank for rank in range(self.size) if rank != self.rank]
+        if any(word in str(error).lower() for word in _IN_VAIN):
+            self._ask(lambda: self._store.set(f"waited_{self.rank}", ""))
         before = self._ask(lambda: self._signs(others))
         limit = time.monotonic() + 3.5 * self.beat
-        while before is not None and time.monotonic() < limit:
-            failed = self._ask(self._published)
-            if failed:
-                culprit, _, text = failed.partition(" ")
-                speaks = self.rank == min(r for r in range(self.size) if r != int(culprit))
-                # The culprit tells its own story at length; this is the pointer to it.
-                return PeerError(f"rank {culprit} failed first, at {text}; {where}", speaks)
-            time.sleep(0.2)
+        while before is not None and not self._failed and time.monotonic() < limit:
+            self._failed = self._ask(self._published) or ""
+            time.sleep(0.0 if self._failed else 0.2)
+        if self._failed:
+            culprit, _, text = self._failed.partition(" ")
+            speaks = self.rank == min(r for r in range(self.size) if r != int(culprit))
+            # The culprit tells its own story at length; this is the pointer to it.
+            return PeerError(f"rank {culprit} failed first, at {text}; {where}", speaks)
         after = None if before is None else self._ask(lambda: self._signs(others))
         if before is None or after is None:
             return PeerError(
@@ -144,16 +163,24 @@ class Watch:
                 self.rank == 1,
             )
         silent = [rank for rank in others if after[rank] == before[rank]]
-        if not silent:
+        everyone = range(self.size)
+        waited = self._ask(lambda: [r for r in everyone if self._store.check([f"waited_{r}"])])
+        # Where nobody timed out, nobody is late: a network that broke between living ranks.
+        late = [rank for rank in everyone if rank not in waited] if waited else []
+        culprits = silent or late
+        if not culprits:
             return None
-        names = ", ".join(str(rank) for rank in silent)
-        places = ", ".join(sorted({after[rank].partition(" ")[2] or "set-up" for rank in silent}))
-        speaks = self.rank == min(r for r in range(self.size) if r not in silent)
-        return PeerError(
-            f"rank{'s' if len(silent) > 1 else ''} {names}: no sign of life (stopped, killed or "
-            f"cut off), last at {places}; {where}",
-            speaks,
-        )
+        after.setdefault(self.rank, f"0 {self.place}")
+        names = f"rank{'s' if len(culprits) > 1 else ''} {', '.join(map(str, culprits))}"
+        places = {after[rank].partition(" ")[2] or "set-up" for rank in culprits}
+        at = ", ".join(sorted(places))
+        text = "no sign of life (stopped, killed or cut off)"
+        if not silent:
+            text = "alive, but not where the others waited until the timeout (too slow?)"
+        # Whoever finds this rank gone shall not blame it. Nor shall a late one, when it comes.
+        self._claim(f"{culprits[0]} {at}: {text}")
+        speaks = self.rank == min(r for r in range(self.size) if r not in culprits)
+        return PeerError(f"{names}: {text}, last at {at}; {where}", speaks)
 
     def _published(self) -> str:
         return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
@@ -174,13 +201,20 @@ class Watch:
         return answer[0] if answer else None
 
 
-def _broke_in_a_collective(error: BaseException) -> bool:
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error).lower()
-    inside = any("torch/distributed" in frame.filename for frame in _frames(error))
-    broken = any(word in text for word in _BROKEN)
-    return isinstance(error, RuntimeError) and broken and (inside or "gloo" in text)
+def _broken_collective(error: BaseException | None) -> Exception | None:
+    """The failed collective behind an error, which libraries may have wrapped in others of theirs.
+
+    Torch's pipeline schedules, for one, raise "[Stage 1] failed to run forward" from it.
+    """
+    while error is not None:
+        text = str(error).lower()
+        inside = any("torch/distributed" in frame.filename for frame in _frames(error))
+        broken = any(word in text for word in _BROKEN) and (inside or "gloo" in text)
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and broken):
+            assert isinstance(error, Exception)
+            return error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -191,10 +225,16 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _collective(error: BaseException) -> str:
-    """The function of `torch.distributed` that an error came out of."""
-    names = [
-        frame.name
-        for frame in _frames(error)
-        if frame.filename.endswith("torch/distributed/distributed_c10d.py")
-    ]
-    return names[0] if names else "a collective"
+    """The function of `torch.distributed` that an error came out of; else the place in our code.
+
+    A pipeline's sends and receives are waited for in objects that name nothing.
+    """
+    frames = _frames(error)
+    for frame in frames:
+        if frame.filename.endswith("torch/distributed/distributed_c10d.py"):
+            return frame.name
+    ours = [frame for frame in frames if "/megafp8/" in frame.filename]
+    if not ours:
+        return "a collective"
+    name = ours[-1].filename.rpartition("/megafp8/")[2]
+    return f"{ours[-1].name} of {name}"

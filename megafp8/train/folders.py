@@ -106,7 +106,7 @@ def open_save_dir(config: RunConfig, run_dir: Path, fresh: bool) -> Path:
 
     def make() -> Path:
         _probe(folder)
-        other = find_checkpoint(folder) if fresh else None
+        other = find_checkpoint(folder, to_load=False) if fresh else None
         if other is not None:
             raise CheckpointError(
                 f"found {other.name} of another run there, and this one starts fresh; give --load "

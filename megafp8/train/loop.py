@@ -92,11 +92,12 @@ class Loop:
         """Train to the end, or to the exit interval, duration or signal; the last state is saved.
 
         Returns:
-            The signal that ended the run early, the same on all ranks; 0 if none did.
+            The signal that ended the run early, the same on all ranks; 0 if none did, also where
+            one came in the last iteration.
         """
         training = self.config.training
         started = time.monotonic()
-        done = False
+        settled = False
         try:
             # One that came while the run was set up; nothing is trained or saved for it.
             self._signal = self._agree_on_signal()
@@ -106,6 +107,7 @@ class Loop:
                 self.writer.write(metrics)
                 self.saver.poll()
                 if self._due(self.config.checkpoint.save_interval) and not self._signal:
+                    self.watch.place = f"the save after iteration {self.state.iteration}"
                     self.saver.save()
                 if training.exit_interval and self.state.iteration % training.exit_interval == 0:
                     log.info("stopping at iteration %d (--exit-interval)", self.state.iteration)
@@ -115,17 +117,31 @@ class Loop:
                         "stopping at iteration %d (--exit-duration-in-mins)", self.state.iteration
                     )
                     break
+            if self._signal and self.state.iteration >= self.total_iterations:
+                log.info("%s came when all was done", signal_name(self._signal))
+                self._signal = 0
             if self._signal:
                 self._note_stop()
             self.watch.place = f"the save after iteration {self.state.iteration}"
             self.saver.finish()
-            done = True
+            settled = True
+        except KeyboardInterrupt:
+            settled = True
+            self.saver.abandon()
+            raise KeyboardInterrupt(self._lost()) from None
         finally:
-            if not done:
+            if not settled:
                 self.saver.abandon()
             self._train_loader.close()
             self.writer.close()
         return self._signal
+
+    def _lost(self) -> str:
+        """What an interrupted run leaves behind, in words."""
+        return (
+            f"at {self.watch.place}, not saved: the last checkpoint is "
+            f"{self.saver.newest or 'none'} (SIGTERM or SIGUSR1 instead of Ctrl-C save first)"
+        )
 
     def _note_stop(self) -> None:
         name = signal_name(self._signal)
@@ -179,9 +195,7 @@ class Loop:
         seconds = time.perf_counter() - began  # the gather above waited for the optimizer too
         ends = state.iteration == self.total_iterations
         evaluates = ends or self._due(self.config.training.eval_interval)
-        valid_loss = self._evaluate() if evaluates else None
-        if valid_loss is not None and not self._signal:
-            self._signal = self._agree_on_signal()  # an evaluation may be as long as many steps
+        valid_loss = self._evaluate(last=ends) if evaluates else None
         tokens = batch_size * self.shape.seq_length
         rate = tokens / seconds
         tflops = rate * self._flops_per_token / self.mesh.world.size / 1e12
@@ -222,8 +236,13 @@ class Loop:
         self._signal = int(table[:, -1].max())
         return *summarize(table[:, :-2]), int(table[:, -2].max())
 
-    def _evaluate(self) -> float | None:
-        if self._valid_loader is None:
+    def _evaluate(self, last: bool) -> float | None:
+        """The validation loss; None if nothing is evaluated, or a signal ended it early.
+
+        An evaluation may be as long as many steps, and a notice before a time limit shorter. Only
+        the one of the last iteration is finished: no later start of the run would repeat it.
+        """
+        if self._valid_loader is None or (self._signal and not last):
             return None
         training = self.config.training
         self.watch.place = f"the evaluation after iteration {self.state.iteration}"
@@ -233,7 +252,15 @@ class Loop:
             self.mesh,
             training.eval_iters,
             self.batches.global_batch_size,
+            stop=None if last else self._asked_to_stop,
         )
         self.mesh.traffic.drain()  # an iteration's bytes are those of training
-        log.info("iteration %d: validation loss %.4f", self.state.iteration, loss)
+        if loss is None:
+            log.info("iteration %d: the evaluation is left out", self.state.iteration)
+        else:
+            log.info("iteration %d: validation loss %.4f", self.state.iteration, loss)
         return loss
+
+    def _asked_to_stop(self) -> bool:
+        self._signal = self._agree_on_signal()
+        return bool(self._signal)

@@ -212,6 +212,7 @@ class MetricsWriter:
         self._log_throughput = log_throughput
         self._observers = tuple(observers)
         self._interval = Interval()
+        self._prints = True
         path = Path(run_dir) / METRICS_FILE
         truncate_metrics(path, resumed_iteration)
         self._sink = JsonlSink(path)
@@ -228,9 +229,19 @@ class MetricsWriter:
                 with_throughput=self._log_throughput,
                 timestamp=datetime.now(),
             )
-            print(line, flush=True)
+            self._print(line)
         for observer in self._observers:
             observer.observe(metrics)
+
+    def _print(self, line: str) -> None:
+        """Print, or warn once: whoever reads along may have left, or the disk under it be full."""
+        if not self._prints:
+            return
+        try:
+            print(line, flush=True)
+        except OSError as error:
+            self._prints = False
+            logger.warning("stdout: %s; no more iteration lines, %s has them", error, METRICS_FILE)
 
     def close(self) -> None:
         """Close the file and the observers."""

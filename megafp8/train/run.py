@@ -174,9 +174,25 @@ def _train_in(
             audit=audit,
         ).run()
     close_backend(model.backend)
-    how = "stopped" if signal else "done"
-    log.info("%s: iteration %d, run folder %s", how, state.iteration, run_dir)
+    if signal:
+        log.info("stopped: iteration %d of %d, run folder %s", state.iteration, total, run_dir)
+        log.info("%s", _how_to_go_on(config, run_dir, save_dir, saver.newest))
+    else:
+        log.info("done: iteration %d, run folder %s", state.iteration, run_dir)
     return signal
+
+
+def _how_to_go_on(config: RunConfig, run_dir: Path, save_dir: Path, newest: Path | None) -> str:
+    """What to type after a run that was ended early."""
+    load, changes = config.checkpoint.load, []
+    if newest is not None:
+        if load is None or Path(load).absolute() != save_dir.absolute():
+            changes.append(f"with --load {save_dir}")
+        if config.checkpoint.finetune:
+            changes.append("without --finetune")
+    if config.logging.run_dir is None:
+        changes.append(f"with --run-dir {run_dir}")
+    return "to go on: the same command" + (f" {', '.join(changes)}" if changes else "")
 
 
 def _open_writer(

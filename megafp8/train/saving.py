@@ -24,6 +24,9 @@ class RunSaver:
     A save that fails leaves the checkpoints before it, is told in the log and the audit log, and
     training goes on: stopping would lose what a later save may still keep. A run whose last save
     failed ends with an error.
+
+    Attributes:
+        newest: The checkpoint that a restart would go on from; None if there is none.
     """
 
     def __init__(
@@ -62,8 +65,9 @@ class RunSaver:
             background=config.checkpoint.async_save, timeout=limit, report=self._ended
         )
         self._saved = state.iteration
-        self._newest = newest
+        self.newest = newest
         self._positions: dict[int, int] = {}
+        self._ending = False
 
     def save(self) -> None:
         """Save the present state, or begin to."""
@@ -90,6 +94,7 @@ class RunSaver:
             TrainingError: on every rank; it could not be saved.
         """
         self._saver.wait()
+        self._ending = True
         if self._saved != self.state.iteration:
             self.save()
             self._saver.wait()
@@ -97,19 +102,20 @@ class RunSaver:
         if self._saved != self.state.iteration and error is not None:
             raise TrainingError(
                 f"iteration {self.state.iteration} is not saved, the last checkpoint is "
-                f"{self._newest or 'none'}: {error}"
+                f"{self.newest or 'none'}: {error}"
             ) from error
 
     def abandon(self) -> None:
         """Give a save in flight a moment to end; for a run that fails."""
+        self._ending = True
         if not self._saver.wait(ABANDON_SECONDS):
             log.error("the save in flight is given up; its directory is removed by the next run")
 
     def _ended(self, iteration: int, path: Path | None, error: CheckpointError | None) -> None:
         position = {"consumed_samples": self._positions.pop(iteration)}
-        before = None if self._newest is None else str(self._newest)
+        before = None if self.newest is None else str(self.newest)
         if path is not None:
-            self._saved, self._newest = iteration, path
+            self._saved, self.newest = iteration, path
             log.info("saved %s", path)
             self.audit.write(
                 "save",
@@ -119,12 +125,13 @@ class RunSaver:
                 checkpoint_after=str(path),
             )
             return
-        log.warning("SAVE FAILED at iteration %d, training goes on: %s", iteration, error)
+        then = "the run ends" if self._ending else "training goes on"
+        log.warning("SAVE FAILED at iteration %d, %s: %s", iteration, then, error)
         self.audit.write(
             "save_failed",
             iteration,
             level="error",
-            action="continue",
+            action="exit" if self._ending else "continue",
             data_position=position,
             checkpoint_before=before,
             reason=str(error),

@@ -1,6 +1,7 @@
 """What `--load` means, over folders in every state that a kill can leave behind."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,69 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is a file, expected a directory"):
         find_checkpoint(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("config.json", "holds a model of Hugging Face; convert it: .* --from hf --load"),
+        ("model-00001-of-00002.safetensors", "holds a model of Hugging Face"),
+        ("latest_checkpointed_iteration.txt", "a checkpoint of Megatron; .* --from megatron"),
+        (".metadata", r"holds \.metadata and no megafp8.json; copy it again, whole"),
+        ("__0_0.distcp", "holds __0_0.distcp and no megafp8.json"),
+        (
+            "checkpoints/iter_0000005/megafp8.json",
+            "holds no checkpoint, its folder checkpoints does; give --load .*/checkpoints$",
+        ),
+    ],
+)
+def test_a_folder_that_holds_something_else_is_no_fresh_start(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("5\n")
+    with pytest.raises(CheckpointError, match=message):
+        find_checkpoint(tmp_path)
+    save(tmp_path, 7)
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000007"
+
+
+def test_the_only_one_is_replaced_while_the_folder_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 5)
+    iterdir, listed = Path.iterdir, []
+
+    def listing(folder: Path) -> Iterator[Path]:
+        paths = list(iterdir(folder))
+        if not listed:
+            listed.append(folder)
+            save_checkpoint(tmp_path, 10, {"a": torch.ones(2)}, record(10), keep_last=1)
+        return iter(paths)
+
+    monkeypatch.setattr(Path, "iterdir", listing)
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000010"
+
+
+@pytest.mark.parametrize("kind", ["nowhere", "outside", "partial", "folder"])
+def test_latest_as_something_else_falls_back_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    root, other = tmp_path / "mine", tmp_path / "other"
+    save(root, 5, 10)
+    save(other, 7)
+    latest = root / "latest"
+    latest.unlink()
+    if kind == "folder":
+        latest.mkdir()
+    else:
+        (root / "iter_0000011").mkdir()
+        targets = {"nowhere": "iter_0000099", "outside": other / "iter_0000007"}
+        latest.symlink_to(targets.get(kind, "iter_0000011"))
+    with caplog.at_level(logging.WARNING, logger="megafp8"):
+        assert find_checkpoint(root) == root / "iter_0000010"
+    assert "taking" in caplog.text
 
 
 def test_the_set_aside_copy_stands_in_for_a_lost_iteration(tmp_path: Path) -> None:

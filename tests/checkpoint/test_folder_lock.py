@@ -1,15 +1,18 @@
 """One job a folder: a living owner keeps it, a dead one does not, on this host or another."""
 
+import contextlib
 import json
+import logging
 import multiprocessing
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megafp8.checkpoint.lock import LOCK_NAME, FolderLock, _start_time
+from megafp8.checkpoint.lock import LOCK_NAME, FolderLock, _host, _start_time
 from megafp8.errors import CheckpointError
 
 
@@ -123,6 +126,7 @@ def test_a_quicker_jobs_lock_is_given_back(tmp_path: Path) -> None:
     quicker._remove_stale(dead)
     assert quicker._create()
     slower._remove_stale(dead)
+    slower._move_aside(dead)  # as if their hosts' advisory locks did not meet
     assert owner(tmp_path)["token"] == quicker._token
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
 
@@ -137,3 +141,46 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(CheckpointError, match="in use by another job"):
         quick(tmp_path).acquire()
     lock.release()
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_one_of_many_that_start_at_once_gets_it(tmp_path: Path, dead: bool) -> None:
+    """Eight jobs find no owner, or the same dead one, at the same moment; one wins, each time."""
+    for attempt in range(10):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        if dead:
+            write_owner(folder, host=_host(), pid=2**22 + 5)
+        barrier, won = threading.Barrier(8), []
+
+        def start(folder: Path = folder, barrier: Any = barrier, won: Any = won) -> None:
+            lock = quick(folder)
+            barrier.wait()
+            with contextlib.suppress(CheckpointError):
+                lock.acquire()
+                won.append(lock)
+
+        threads = [threading.Thread(target=start) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        won[0].release()
+        assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_turned_read_only_keeps_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that ends there shall end with its own reason."""
+    lock = quick(tmp_path)
+    lock.acquire()
+
+    def refuse(*args: Any, **keywords: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with caplog.at_level(logging.WARNING, logger="megafp8"), monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        lock.release()
+    assert ".lock could not be removed: [Errno 30]" in caplog.text

@@ -1,5 +1,6 @@
 """Whole runs of one rank whose disk, folder or checkpoint is bad."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from megafp8.checkpoint import load_tensors, read_record
+from megafp8.checkpoint.metadata import read_metadata
 from megafp8.errors import CheckpointError
 from tests.support.disks import remount, small_disk
 from tests.support.launches import TINY, Run, launched, train
@@ -132,7 +134,12 @@ def test_a_checkpoint_of_format_version_1_still_goes_on(tmp_path: Path) -> None:
     assert resume["checkpoint_before"] == str(SAMPLE)
     assert (resume["layout_before"]["tp"], resume["layout_after"]["tp"]) == (2, 1)
     counts = resume["tensors"]
-    assert counts["loaded"] > counts["remapped"] > 0
+    record = read_record(SAMPLE)
+    sizes = {name: entry.size for name, entry in record.files.items()}
+    stored = read_metadata(SAMPLE, sizes).state_dict_metadata.values()
+    # On one rank, what lies in parts is what two tensor-parallel ranks had cut.
+    cut = sum(len(tensor.chunks) > 1 for tensor in stored)  # type: ignore[union-attr]
+    assert counts["loaded"] == len(record.tensors) > counts["remapped"] == cut > 0
     assert counts["defaulted"] == counts["dropped"] == 0
     assert len(resume["scale_state_sha256"]) == 64
     (save,) = events(tmp_path, "save")
@@ -171,6 +178,45 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert (disk / "latest").read_text() == "iter_0000004\n"
 
 
+def fill(folder: Path) -> Path:
+    """Leave no byte free."""
+    path = folder / "filler"
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(512))
+    return path
+
+
+def test_a_disk_that_is_full_for_a_while_costs_the_saves_of_that_while(
+    tmp_path: Path, disk: Path
+) -> None:
+    """Everything of the run lies on it: metrics, audit log, lock, the save that is under way."""
+    remount(disk, "size=8m")
+    folder = disk / "run"
+    argv = command(folder, "--train-iters", "60", "--save-interval", "5", "--async-save")
+    patch = "tests.support.faults:slow_steps", {"seconds": 0.05}
+    with launched(1, [*argv, "--keep-last", "2"], tmp_path / "logs", patch) as run:
+        run.wait_for("saved ")
+        filler = fill(disk)
+        run.wait_for("SAVE FAILED")
+        before = check_folder(folder)
+        assert before >= 5 and not list((folder / "checkpoints").glob("tmp_*")), run.text()
+        filler.unlink()
+        run.wait_for("is written again; 0 lines are lost")
+        assert run.wait() == [0], run.text()
+    output = run.output(0)
+    assert "SAVE FAILED" in output and "No space left on device" in output
+    # TensorBoard's own thread shows one of its own, and is off from then on.
+    assert "[rank 0] Traceback" not in output and output.count("TensorBoard is off") <= 1
+    assert check_folder(folder) == 60
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert names == {"iter_0000055", "iter_0000060", "latest"}
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(1, 61))
+    failures = events(folder, "save_failed")
+    assert failures and failures[0]["checkpoint_before"].endswith(f"{before:07d}")
+
+
 def test_a_folder_that_turns_read_only(tmp_path: Path, disk: Path) -> None:
     remount(disk, "size=4m")
     argv = command(tmp_path, "--save", str(disk), "--train-iters", "60")
@@ -186,6 +232,10 @@ def test_a_folder_that_turns_read_only(tmp_path: Path, disk: Path) -> None:
     output = run.output(0)
     assert "SAVE FAILED" in output and "Read-only file system" in output
     assert "iteration       60/" in output, "training went on"
+    last = output.strip().splitlines()[-1]
+    assert last.startswith("pretrain_gpt.py: error: iteration 60 is not saved") and (
+        "iter_0000020: saving" in last and "Traceback" not in output
+    ), last
     assert events(tmp_path, "save_failed")
 
 

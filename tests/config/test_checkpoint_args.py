@@ -66,6 +66,9 @@ def test_what_is_no_part_of_the_model_may_differ() -> None:
 def test_it_needs_a_checkpoint() -> None:
     with pytest.raises(ConfigurationError, match="--use-checkpoint-args needs --load"):
         load_config([*MODEL, *RUN, "--use-checkpoint-args"])
+    # Nothing is said to be missing that the checkpoint would give.
+    with pytest.raises(ConfigurationError, match="^--use-checkpoint-args needs --load$"):
+        load_config([*RUN, "--use-checkpoint-args"])
     with pytest.raises(ConfigurationError, match="--use-checkpoint-args is for pretrain_gpt.py"):
         load_config([*RUN, *TAKE])
     with pytest.raises(ConfigurationError, match="here holds an unusable config"):

@@ -14,6 +14,7 @@ from tests.tools.kill_runs import check_folder, kill_runs, losses
 
 FAULTS = "tests.support.faults:"
 TP2 = ("--tensor-model-parallel-size", "2")
+PP2 = ("--pipeline-model-parallel-size", "2")
 
 
 def command(folder: Path, *more: str) -> list[str]:
@@ -36,7 +37,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     ("where", "number", "saved", "more"),
     [
         ("step", signal.SIGTERM, 3, ()),
-        ("evaluation", signal.SIGUSR1, 2, ("--eval-interval", "2", "--eval-iters", "1")),
+        ("evaluation", signal.SIGUSR1, 2, ("--eval-interval", "2", "--eval-iters", "3")),
         ("save", signal.SIGTERM, 3, ("--save-interval", "2")),
         ("save", signal.SIGUSR1, None, ("--save-interval", "2", "--async-save")),
         ("set-up", signal.SIGTERM, 0, ()),
@@ -56,10 +57,44 @@ def test_a_signal_to_one_rank_ends_all_with_one_checkpoint(
     assert "Traceback" not in run.text()
     (stop,) = events(tmp_path, "stop")
     assert stop["reason"] == signal.Signals(number).name and stop["iteration"] == reached
+    assert "to go on: the same command" in run.output(0)
+    # An evaluation may take longer than a scheduler waits.
+    assert ("the evaluation is left out" in run.output(0)) is (where == "evaluation")
     if where in ("step", "set-up"):
         again = train(2, argv, tmp_path / "again")
         assert check_folder(tmp_path) == 6, again.text()
         assert [row[0] for row in losses(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_signal_in_the_last_iteration_leaves_nothing_to_go_on_with(tmp_path: Path) -> None:
+    """All is done, and saved: code 75 would queue a job for nothing. The evaluation is done too."""
+    argv = command(tmp_path, "--eval-interval", "99", "--eval-iters", "2")
+    patch = FAULTS + "signal_to_self", {"rank": 0, "where": "step 6", "number": signal.SIGTERM}
+    with launched(1, argv, tmp_path / "logs", patch) as run:
+        assert run.wait() == [0], run.text()
+    assert check_folder(tmp_path) == 6 and "SIGTERM came when all was done" in run.output(0)
+    assert "iteration 6: validation loss" in run.output(0) and not events(tmp_path, "stop")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ctrl_c_ends_all_ranks_at_once_in_one_line(tmp_path: Path, asynchronous: bool) -> None:
+    """As a terminal or torchrun passes it on: to every rank. Nothing is saved, nothing is lost."""
+    argv = command(tmp_path, "--save-interval", "2", "--train-iters", "400")
+    argv.remove("6")
+    argv.remove("--train-iters")
+    argv += ["--async-save"] if asynchronous else []
+    patch = FAULTS + "slow_steps", {"seconds": 0.05}
+    with launched(2, argv, tmp_path / "logs", patch) as run:
+        run.wait_for("saved ")
+        run.signal(signal.SIGINT)
+        assert run.wait(30.0) == [130, 130], run.text()
+    text = run.text()
+    assert "Traceback" not in text and "Error" not in text and text.count("interrupted") == 1
+    line = run.output(0).strip().splitlines()[-1]
+    reached = check_folder(tmp_path)
+    assert line.startswith("pretrain_gpt.py: interrupted at "), line
+    assert f"the last checkpoint is {tmp_path}/checkpoints/iter_{reached:07d} (SIGTERM" in line
+    assert reached >= 2 and not (tmp_path / "checkpoints" / ".lock").exists()
 
 
 def test_the_handler_can_be_left_out(tmp_path: Path) -> None:
@@ -73,48 +108,69 @@ def test_the_handler_can_be_left_out(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- failing ranks
 
 
-def fail_on_rank_1(tmp_path: Path, kind: str, minutes: float) -> tuple[Run, float]:
-    argv = command(tmp_path, *TP2)
+def failing(
+    tmp_path: Path, rank: int, kind: str, minutes: float, layout: tuple[str, ...] = TP2
+) -> tuple[Run, float]:
+    """One of two ranks fails in iteration 3; the run, and how long the other then lived."""
+    argv = command(tmp_path, *layout)
     argv[argv.index("--distributed-timeout-minutes") + 1] = str(minutes)
-    patch = FAULTS + "in_step", {"rank": 1, "iteration": 3, "kind": kind}
+    if "--pipeline-model-parallel-size" in layout:
+        argv[argv.index("--num-layers") + 1] = "2"
+    other = 1 - rank
+    patch = FAULTS + "in_step", {"rank": rank, "iteration": 3, "kind": kind}
     with launched(2, argv, tmp_path / "logs", patch) as run:
         run.wait_for("iteration        2/")
         began = time.monotonic()
-        if kind == "stop":
-            run.processes[0].join(60.0 * minutes + 15.0)
+        if kind in ("stop", "hang"):
+            run.processes[other].join(60.0 * minutes + 15.0)
         else:
             run.wait()
         took = time.monotonic() - began
-        assert run.processes[0].exitcode == 1, run.text()
+        assert run.processes[other].exitcode == 1, run.text()
     return run, took
 
 
 @pytest.mark.parametrize(
-    ("kind", "message", "own"),
+    ("rank", "kind", "layout", "message"),
     [
-        ("raise", "rank 1 failed first, at iteration 3: ValueError: planted", True),
-        ("data", "rank 1 failed first, at iteration 3: OSError: [Errno 5]", True),
-        ("kill", "rank 1: no sign of life (stopped, killed or cut off)", False),
+        (1, "raise", TP2, "rank 1 failed first, at iteration 3: ValueError: planted"),
+        (1, "data", PP2, "rank 1 failed first, at iteration 3: OSError: [Errno 5]"),
+        (1, "kill", TP2, "rank 1: no sign of life (stopped, killed or cut off)"),
+        # Without a launcher it takes the rendezvous store with it.
+        (0, "raise", (), "rank 0 failed first, at iteration 3: ValueError: planted"),
     ],
+    ids=["raise", "data", "kill", "rank 0"],
 )
 def test_the_rank_that_failed_first_is_named(
-    tmp_path: Path, kind: str, message: str, own: bool
+    tmp_path: Path, rank: int, kind: str, layout: tuple[str, ...], message: str
 ) -> None:
     """P27: the others do not wait for their timeout, and do not show errors of their own."""
-    run, took = fail_on_rank_1(tmp_path, kind, 1.0)
+    run, took = failing(tmp_path, rank, kind, 1.0, layout)
+    other = 1 - rank
     assert took < 30.0, run.text()
-    assert message in run.output(0) and "Traceback" not in run.output(0)
-    assert "rank 0 was at iteration 3, in " in run.output(0)
-    assert ("[rank 1] Traceback" in run.output(1)) is own
+    assert message in run.output(other) and "Traceback" not in run.output(other)
+    assert f"rank {other} was at iteration 3, in " in run.output(other)
+    assert (f"[rank {rank}] Traceback" in run.output(rank)) is (kind != "kill")
     # Nothing that was not saved is taken for saved, and the folder is free again.
     assert check_folder(tmp_path) == 0
-    train(2, command(tmp_path, *TP2), tmp_path / "again")
+    if kind == "kill":
+        train(2, command(tmp_path, *layout), tmp_path / "again")
 
 
-def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
-    run, took = fail_on_rank_1(tmp_path, "stop", 0.1)
+@pytest.mark.parametrize(
+    ("kind", "layout", "message"),
+    [
+        ("stop", TP2, "error: rank 1: no sign of life"),
+        ("hang", (), "error: rank 1: alive, but not where the others waited until the timeout"),
+    ],
+    ids=["stopped", "too slow"],
+)
+def test_a_rank_that_does_not_come_is_named(
+    tmp_path: Path, kind: str, layout: tuple[str, ...], message: str
+) -> None:
+    run, took = failing(tmp_path, 1, kind, 0.1, layout)
     assert took < 16.0 + 5.0, run.text()
-    assert "error: rank 1: no sign of life" in run.output(0)
+    assert message in run.output(0) and "Traceback" not in run.output(0)
     assert "rank 0 was at iteration 3, in " in run.output(0)
 
 
@@ -143,14 +199,17 @@ def test_a_rank_that_never_comes_ends_the_others(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------- kills
 
 
+LAYOUTS = [(2, False), (2, True), (4, False), (4, True)]
+
+
 def test_kills_in_saves_lose_nothing(tmp_path: Path) -> None:
-    """P08, shortened; `python tests/tools/kill_runs.py --kills 60` is the long form."""
-    tally = kill_runs(tmp_path, 6, [(2, False), (2, True)], seed=7, per_run=3)
-    assert tally.kills == 6 and tally.inside >= 1
+    """P08: ten kills; `python tests/tools/kill_runs.py --kills 60` is the long form."""
+    tally = kill_runs(tmp_path, 10, LAYOUTS, seed=7, per_run=3)
+    assert tally.kills == 10 and tally.inside >= 3, tally
+    assert any(iteration > 0 for iteration in tally.resumed), tally
 
 
 @pytest.mark.slow
 def test_kills_in_saves_lose_nothing_for_long(tmp_path: Path) -> None:
-    layouts = [(2, False), (2, True), (4, False), (4, True)]
-    tally = kill_runs(tmp_path, 40, layouts, seed=8)
+    tally = kill_runs(tmp_path, 40, LAYOUTS, seed=8)
     assert tally.kills == 40 and tally.inside >= 10

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def in_step(rank: int, iteration: int, kind: str) -> None:
-    """Fail in the step of an iteration: "raise", "data" (in the loader), "kill", "stop"."""
+    """Fail in the step of an iteration: "raise", "data" (in the loader), "kill", "stop", "hang"."""
     if int(os.environ["RANK"]) != rank:
         return
     from megafp8.data.loader import BatchLoader
@@ -20,6 +20,8 @@ def in_step(rank: int, iteration: int, kind: str) -> None:
             raise ValueError("planted")
         if kind == "data":
             raise OSError(5, "Input/output error")
+        if kind == "hang":
+            time.sleep(600.0)
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
 
     def failing_run(self: Any, batches: Any, learning_rate: float, now: int) -> Any:
@@ -37,7 +39,7 @@ def in_step(rank: int, iteration: int, kind: str) -> None:
 
 
 def signal_to_self(rank: int, where: str, number: int, times: int = 1) -> None:
-    """Receive a signal in "step" 3, in the "evaluation" after it, in a "save", or in "set-up"."""
+    """Receive a signal in "step" 3 or "step 6", in an "evaluation", in a "save", or in "set-up"."""
     if int(os.environ["RANK"]) != rank:
         return
     import megafp8.train.loop as loop
@@ -64,8 +66,9 @@ def signal_to_self(rank: int, where: str, number: int, times: int = 1) -> None:
 
         setattr(owner, name, wrapped)
 
-    if where == "step":
-        before(TrainingStep, "run", lambda arguments: arguments[3] == 3)
+    if where in ("step", "step 6"):
+        at = 3 if where == "step" else 6
+        before(TrainingStep, "run", lambda arguments: arguments[3] == at)
     elif where == "evaluation":
         before(loop, "validation_loss")
     elif where == "save":

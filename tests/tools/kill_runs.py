@@ -8,6 +8,7 @@ complete one, and in the end the losses must be those of a run that was never ki
 
 import argparse
 import json
+import math
 import random
 import sys
 import tempfile
@@ -95,10 +96,9 @@ def check_folder(folder: Path) -> int:
 
 
 def kill_one_run(
-    base: Path, size: int, asynchronous: bool, kills: int, rng: random.Random, tally: Tally
+    folder: Path, size: int, asynchronous: bool, kills: int, rng: random.Random, tally: Tally
 ) -> None:
     """Kill and restart a run until it has been killed `kills` times or reaches its end."""
-    folder = base / f"run_{tally.kills}"
     argv = command(folder, asynchronous)
     for attempt in range(kills):
         before = unfinished(folder)
@@ -119,7 +119,10 @@ def kill_one_run(
 def kill_runs(
     base: Path, kills: int, layouts: list[tuple[int, bool]], seed: int, per_run: int = 5
 ) -> Tally:
-    """Kill `kills` times in all; layouts of (ranks, save beside training) take turns."""
+    """Kill `kills` times in all; layouts of (ranks, save beside training) take turns.
+
+    Each run is killed about `per_run` times, all but the first of them after it was resumed.
+    """
     rng, tally = random.Random(seed), Tally()
     wanted: dict[int, list[tuple[int, float, float]]] = {}
     turn = 0
@@ -130,10 +133,11 @@ def kill_runs(
             folder = base / f"straight_{size}"
             train(size, command(folder, False), folder / "logs")
             wanted[size] = losses(folder)
-        first = tally.kills
-        number = min(per_run, kills - tally.kills)
-        kill_one_run(base, size, asynchronous, number, rng, tally)
-        folder = base / f"run_{first}"
+        missing = kills - tally.kills
+        number = math.ceil(missing / math.ceil(missing / per_run))
+        # Not named by the kills so far: a run that came to its end first leaves them as they were.
+        folder = base / f"run_{turn}"
+        kill_one_run(folder, size, asynchronous, number, rng, tally)
         assert losses(folder) == wanted[size], f"{folder}: another run than the uninterrupted one"
         how = "beside training" if asynchronous else "in line"
         print(f"{size} ranks, saves {how}: {tally.kills} kills so far", flush=True)

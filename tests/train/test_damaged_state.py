@@ -26,15 +26,41 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 WEIGHT = "decoder.layers.1.mlp.linear_fc1.weight"
 
 
+MOMENT = f"optimizer.{WEIGHT}.exp_avg"
+
+
 @pytest.mark.parametrize(
-    "name", [WEIGHT, f"optimizer.{WEIGHT}.exp_avg", f"optimizer.{WEIGHT}.step"]
+    ("name", "bad", "message"),
+    [
+        (WEIGHT, math.nan, "not finite"),
+        (WEIGHT, -math.inf, "not finite"),
+        (MOMENT, math.nan, "not finite"),
+        (MOMENT, math.inf, "not finite"),
+        (f"{MOMENT}_sq", -1e-30, "a second moment of -1e-30"),
+        (f"{MOMENT}_sq", math.nan, "not finite"),
+        (f"optimizer.{WEIGHT}.step", math.inf, "not finite"),
+        (f"optimizer.{WEIGHT}.step", -1.0, "-1 steps"),
+        (f"optimizer.{WEIGHT}.step", 0.5, "0.5 steps"),
+    ],
 )
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_values_that_are_not_finite_are_named(tmp_path: Path, name: str, bad: float) -> None:
+def test_values_that_no_run_has_are_named(
+    tmp_path: Path, name: str, bad: float, message: str
+) -> None:
     config = small_config(**FP8)
     run = start_run(config)
     run.train(range(1))
-    good = save_state(tmp_path / "a", TrainState(1, 8), run.step, run.mesh, config, None, VOCAB)
+    good = save_state(tmp_path, TrainState(1, 8), run.step, run.mesh, config, None, VOCAB)
+    path = rewritten(good, tmp_path, name, bad)
+    with pytest.raises(CheckpointError) as raised:
+        load_state(path, run.step, config, run.step.loss_scaler)
+    text = str(raised.value)
+    assert text.startswith(f"{path} holds values that no run has, in 1 tensor: {name} ({message})")
+    assert text.endswith(f"; use --load {good} instead")
+    load_state(good, run.step, config, run.step.loss_scaler)
+
+
+def rewritten(good: Path, root: Path, name: str, bad: float) -> Path:
+    """A checkpoint whose checksums are right and one of whose tensors ends with another value."""
     reader = TensorReader.open(good)
 
     def read(wanted: str) -> Tensor:
@@ -43,12 +69,20 @@ def test_values_that_are_not_finite_are_named(tmp_path: Path, name: str, bad: fl
             tensor.view(-1)[-1:] = bad
         return tensor
 
-    names = [dict.fromkeys(reader.record.tensors)]
-    path, _ = write_streaming(tmp_path / "b", reader.record, names, read)
-    with pytest.raises(CheckpointError, match="not finite, in 1 tensors") as raised:
+    record = dataclasses.replace(reader.record, iteration=2)
+    names = [dict.fromkeys(record.tensors)]
+    return write_streaming(root, record, names, read)[0]
+
+
+def test_a_window_with_a_negative_amax_is_named(tmp_path: Path) -> None:
+    config = small_config(**FP8)
+    run = start_run(config)
+    run.train(range(1))
+    good = save_state(tmp_path, TrainState(1, 8), run.step, run.mesh, config, None, VOCAB)
+    name = next(n for n in read_record(good).tensors if n.endswith(".amax_history"))
+    path = rewritten(good, tmp_path, name, -2.0)
+    with pytest.raises(CheckpointError, match=f"{name} holds -2"):
         load_state(path, run.step, config, run.step.loss_scaler)
-    assert name in str(raised.value)
-    load_state(good, run.step, config, run.step.loss_scaler)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 2), (10**13,)])

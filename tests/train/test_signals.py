@@ -1,0 +1,128 @@
+"""Signals: what ends a run at once, what is only noted, and what changes nothing any more."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from megafp8.config import load_config
+from megafp8.train.run import _how_to_go_on
+from megafp8.train.signals import Interrupt, StopSignals
+
+ROOT = Path(__file__).parents[2]
+MODEL = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --lr 1e-3 --micro-batch-size 1 --train-iters 2 --mock-data "
+    "--vocab-size 99"
+).split()
+
+
+def python(code: str, *, ignored: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run a program, perhaps as `nohup` starts one."""
+
+    def ignore() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+        preexec_fn=ignore if ignored else None,
+    )
+
+
+def test_the_first_signal_is_noted() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    stop = StopSignals()
+    try:
+        stop.install()
+        assert stop.received == 0
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received == signal.SIGUSR1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_the_second_ctrl_c_does_not_wait_for_what_cleans_up_after_the_first() -> None:
+    result = python(
+        """
+        import os, signal, time
+        from megafp8.train.signals import Interrupt
+        interrupt = Interrupt()
+        interrupt.install()
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
+        except KeyboardInterrupt:
+            assert interrupt.received
+            print("cleaning up", flush=True)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
+            print("not reached")
+        """
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (130, "cleaning up\n", "")
+
+
+def test_a_program_in_the_background_stays_deaf_to_ctrl_c() -> None:
+    code = """
+        import os, signal
+        from megafp8.train.signals import Interrupt
+        Interrupt().install()
+        os.kill(os.getpid(), signal.SIGINT)
+        print("alive")
+    """
+    assert python(code, ignored=True).stdout == "alive\n"
+    assert python(code).returncode != 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_while_python_ends_does_not_change_the_exit_code(number: int) -> None:
+    """torchrun sends SIGTERM to all ranks as soon as one has left, in whatever order they leave."""
+    result = python(
+        f"""
+        import atexit, os, sys
+        from megafp8.launch import main
+        atexit.register(lambda: os.kill(os.getpid(), {int(number)}))
+        main.main = lambda argv, interrupt: 75
+        main.run_program([])
+        """
+    )
+    assert (result.returncode, result.stderr) == (75, "")
+
+
+def test_nothing_is_installed_before_it_is_asked_for() -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not Interrupt().received
+
+
+@pytest.mark.parametrize(
+    ("flags", "saved", "words"),
+    [
+        ("--run-dir r --load r/checkpoints", True, "the same command"),
+        ("--run-dir r --save s --load s", True, "the same command"),
+        ("--run-dir r", True, "the same command with --load r/checkpoints"),
+        ("--run-dir r --load r/checkpoints/iter_0000005", True, "with --load r/checkpoints"),
+        (
+            "--run-dir r --load llama --finetune",
+            True,
+            "the same command with --load r/checkpoints, without --finetune",
+        ),
+        ("", True, "with --load r/checkpoints, with --run-dir r"),
+        ("--run-dir r", False, "the same command"),
+    ],
+)
+def test_a_run_that_was_ended_early_says_how_to_go_on(flags: str, saved: bool, words: str) -> None:
+    config = load_config([*MODEL, *flags.split()])
+    folder = Path(config.checkpoint.save or "r/checkpoints")
+    text = _how_to_go_on(config, Path("r"), folder, folder / "iter_0000002" if saved else None)
+    assert text.startswith("to go on: the same command") and text.endswith(words)
