@@ -129,6 +129,17 @@ def test_script_passes_its_arguments_on() -> None:
     subprocess.run(["bash", "-n", str(ROOT / "scripts/gpu_check.sh")], check=True)
 
 
+def test_script_asked_for_help_runs_no_test() -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/gpu_check.sh"), "--help"],
+        env={**os.environ, "MEGAFP8_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "--tiny" in done.stdout and "passed" not in done.stdout
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_what_raises_is_a_failed_row_and_the_rest_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
