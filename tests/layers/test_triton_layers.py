@@ -56,7 +56,8 @@ def test_no_host_sync_in_a_step_of_a_linear(monkeypatch: pytest.MonkeyPatch, cac
 @pytest.mark.parametrize("wgrad_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize(
-    "recipe", ["tensorwise", "rowwise", "rowwise hybrid", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
+    "recipe",
+    ["tensorwise", "rowwise", "rowwise hybrid", "rowwise_with_gw_hp", "blockwise", "mxfp8"],
 )
 def test_other_recipes_wait_for_nothing_either(
     monkeypatch: pytest.MonkeyPatch, recipe: str, cache: bool, wgrad_dtype: torch.dtype
