@@ -174,6 +174,21 @@ def test_overhead_is_what_the_products_leave(monkeypatch: pytest.MonkeyPatch) ->
     assert "| 50% |" in render_speed(rows).splitlines()[3]
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_recipes_are_measured_where_the_device_multiplies_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = gpu_speed.Clock(torch.device("cpu"), 1)
+    mesh = build_mesh(gpu_model.single_layout(), world())
+    arguments = (clock, gpu_speed.Ceilings(1e9, 1e9, 1e9), "tiny", gpu_speed.TINY, mesh, EAGER)
+    assert gpu_speed.other_recipes(*arguments) == [], "a CPU emulates all of them"
+    monkeypatch.setattr(gpu_speed, "recipe_hardware", lambda recipe, device: (True, ""))
+    rows = gpu_speed.other_recipes(*arguments)
+    wanted = ["bf16", *(f"fp8 {name}, eager" for name in gpu_model.recipes())]
+    assert [row.precision for row in rows] == wanted
+    assert all(row.milliseconds > 0 for row in rows)
+
+
 def test_three_products_run_in_both_formats() -> None:
     taken = gpu_speed.three_products(gpu_speed.Clock(torch.device("cpu"), 1), 32, 48, 16)
     assert taken > 0
