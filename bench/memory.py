@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megafp8.launch import gpu_model
 from megafp8.launch.gpu_model import KEY, Sizes, light_block, single_layout
 from megafp8.numerics import Recipe
 from megafp8.numerics.kernels import EAGER
@@ -27,14 +28,8 @@ MODES = (None, "selective", "full")
 
 
 def recipes() -> dict[str, Recipe | None]:
-    """BF16 (no recipe), and one recipe of each kind."""
-    from megafp8.numerics import E4M3
-
-    return {
-        "bf16": None,
-        "fp8 delayed": Recipe(),
-        "fp8 mxfp8": Recipe(name="mxfp8", power_of_2_scales=True, gradient_format=E4M3),
-    }
+    """BF16 (no recipe), and every FP8 recipe."""
+    return {"bf16": None} | {f"fp8 {name}": recipe for name, recipe in gpu_model.recipes().items()}
 
 
 def saved_bytes(call: Callable[[], Tensor], parameters: list[nn.Parameter]) -> int:

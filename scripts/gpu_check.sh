@@ -17,6 +17,11 @@ else
     source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 fi
 cd "${REPOSITORY}"
+for argument in "$@"; do
+    if [[ "${argument}" == -h || "${argument}" == --help ]]; then
+        exec "${VENV_PYTHON}" -m megafp8.launch.gpu_check --help
+    fi
+done
 
 tests=tests
 if ! "${VENV_PYTHON}" -c 'import pydantic, yaml, isal' 2> /dev/null; then

@@ -323,6 +323,8 @@ def other_recipes(
     for name, recipe in recipes().items():
         if recipe_hardware(recipe, clock.device)[0]:
             variants.append((f"fp8 {name}, {kernels.chosen}", recipe, kernels))
+    if len(variants) == 1:
+        return []
     inner, outer = sizes.linears["linear_fc2"]
     make = partial(_linear_pass, clock, sizes, mesh, "linear_fc2")
     flops, title = 6.0 * sizes.tokens * inner * outer, f"{label} recipes, {inner} x {outer}"

@@ -18,6 +18,7 @@ from megafp8.numerics.granular import (
 )
 from megafp8.numerics.hardware import fp8_hardware, recipe_hardware, writes_fp32
 from megafp8.numerics.payload import decode_row, encode_rows, sum_rows
+from megafp8.numerics.probe import missing_product
 from megafp8.numerics.quantize import QuantizedTensor, compute_amax, decode, quantize
 from megafp8.numerics.recipe import CORE_ROLES, RECIPE_NAMES, ROLES, Recipe, Role
 from megafp8.numerics.registry import ScaleRegistry
@@ -45,6 +46,7 @@ __all__ = [
     "fp8_hardware",
     "fprop",
     "keep_decoded",
+    "missing_product",
     "quantize",
     "quantize_blocks",
     "quantize_tensor",

@@ -48,6 +48,8 @@ def encode_rows(x: Tensor, fmt: Fp8Format) -> Tensor:
     """
     rows, length = x.shape
     payload = torch.zeros(rows, payload_bytes(length), dtype=torch.uint8, device=x.device)
+    if length == 0:
+        return payload
     scale_inv, codes = _parts(payload, length, fmt)
     whole = length // BLOCK * BLOCK
     for first, last, size in ((0, whole, BLOCK), (whole, length, length - whole)):
@@ -85,6 +87,8 @@ def _cast(x: Tensor, fmt: Fp8Format, codes: Tensor, scale_inv: Tensor) -> None:
 
 def decode_row(payload: Tensor, length: int, fmt: Fp8Format) -> Tensor:
     """Return the fp32 values [n] of one row of bytes."""
+    if length == 0:
+        return torch.zeros(0, dtype=torch.float32, device=payload.device)
     scale_inv, codes = _parts(payload[None], length, fmt)
     values = decode(codes[0], torch.float32)
     whole = length // BLOCK * BLOCK

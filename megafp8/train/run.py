@@ -17,7 +17,7 @@ from megafp8.errors import DataError, PrecisionError
 from megafp8.layers.choice import choose_backend, close_backend
 from megafp8.log import get_logger
 from megafp8.model import Model, build_model
-from megafp8.numerics import Recipe, recipe_hardware
+from megafp8.numerics import Recipe, missing_product, recipe_hardware, writes_fp32
 from megafp8.parallel import Mesh, build_mesh, start, stop
 from megafp8.parallel.watch import Watch
 from megafp8.precision import AuditLog, PrecisionPlan, build_plan, recipe_from_config
@@ -130,6 +130,8 @@ def _train_in(
     if recipe is not None:
         _check_fp8_device(config, recipe, mesh)
     model = build_model(config, shape, plan, recipe, mesh)
+    if recipe is not None and model.backend.chosen == "native":
+        _check_fp8_kernels(plan, recipe, mesh.world.device)
     scaler = build_loss_scaler(config.precision)
     step = TrainingStep(config, model, mesh, scaler)
     state, certificate = TrainState(), None
@@ -278,6 +280,28 @@ def _check_fp8_device(config: RunConfig, recipe: Recipe, mesh: Mesh) -> None:
             f"--fp8-format {precision.fp8_format} --fp8-recipe {recipe.name}: {reason}; give "
             "--fp8-emulate to compute with FP8 values in BF16 GEMMs, or leave --fp8-format out"
         )
+
+
+def _check_fp8_kernels(plan: PrecisionPlan, recipe: Recipe, device: torch.device) -> None:
+    """Hear before the first step what a GPU has no kernel for; all ranks have the same sizes."""
+    if device.type == "cuda" and not recipe.fake_quant and recipe_hardware(recipe, device)[0]:
+        _try_products(plan, recipe, device)
+
+
+def _try_products(plan: PrecisionPlan, recipe: Recipe, device: torch.device) -> None:
+    """Multiply zeros of each size that an FP8 linear of the plan has."""
+    dtype = torch.float32 if writes_fp32(recipe, device) else torch.bfloat16
+    linears = [linear for linear in plan.linears if linear.precision == "fp8"]
+    sizes = {(p.tokens, p.in_features, p.out_features): p for p in reversed(linears)}
+    for size, linear in sizes.items():
+        missing = missing_product(recipe, device, size, dtype)
+        if missing is not None:
+            tokens, inner, outer = size
+            raise PrecisionError(
+                f"--fp8-recipe {recipe.name}: {linear.name} [{tokens} x {inner}] @ [{inner} x "
+                f"{outer}] has no kernel on this GPU ({missing}); keep it out with "
+                "--precision-policy, or take --fp8-recipe tensorwise or delayed"
+            )
 
 
 def _announce(

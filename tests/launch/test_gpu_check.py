@@ -129,6 +129,17 @@ def test_script_passes_its_arguments_on() -> None:
     subprocess.run(["bash", "-n", str(ROOT / "scripts/gpu_check.sh")], check=True)
 
 
+def test_script_asked_for_help_runs_no_test() -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/gpu_check.sh"), "--help"],
+        env={**os.environ, "MEGAFP8_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "--tiny" in done.stdout and "passed" not in done.stdout
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_what_raises_is_a_failed_row_and_the_rest_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -161,6 +172,21 @@ def test_overhead_is_what_the_products_leave(monkeypatch: pytest.MonkeyPatch) ->
     assert [row.overhead for row in rows] == [None, 0.5] * 4
     assert [row.speedup for row in rows] == [1.0, 2.0] * 4
     assert "| 50% |" in render_speed(rows).splitlines()[3]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_recipes_are_measured_where_the_device_multiplies_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = gpu_speed.Clock(torch.device("cpu"), 1)
+    mesh = build_mesh(gpu_model.single_layout(), world())
+    arguments = (clock, gpu_speed.Ceilings(1e9, 1e9, 1e9), "tiny", gpu_speed.TINY, mesh, EAGER)
+    assert gpu_speed.other_recipes(*arguments) == [], "a CPU emulates all of them"
+    monkeypatch.setattr(gpu_speed, "recipe_hardware", lambda recipe, device: (True, ""))
+    rows = gpu_speed.other_recipes(*arguments)
+    wanted = ["bf16", *(f"fp8 {name}, eager" for name in gpu_model.recipes())]
+    assert [row.precision for row in rows] == wanted
+    assert all(row.milliseconds > 0 for row in rows)
 
 
 def test_three_products_run_in_both_formats() -> None:

@@ -75,6 +75,40 @@ def test_casts_equal_the_reference_with_smaller_blocks_at_the_edges(recipe, fmt,
             assert_equals_reference(outliers(*size, dtype), block, fmt, recipe)
 
 
+def awkward_values() -> dict[str, Tensor]:
+    """fp32 [17, 33]: tensors all of whose blocks are at an end of some range, or beyond it."""
+    x = torch.randn(17, 33, generator=torch.Generator().manual_seed(3))
+    ends = torch.tensor([448.0, 449.0, -464.0, 57344.0, 61440.0, -65504.0, 2.0**-9, 3 * 2.0**-17])
+    return {
+        "subnormal": x * 1e-40,
+        "smallest": x * 2.0**-120,
+        "largest": x.clamp(-3.3, 3.3) * 1e38,
+        "one value": torch.full_like(x, 448.0),
+        "negative zero": torch.full_like(x, -0.0),
+        "an outlier": x.index_fill(1, torch.tensor([7]), 0.0).index_fill(0, torch.tensor([2]), 3e4),
+        "ends": ends.repeat(71)[: x.numel()].view_as(x),
+        "inf": x.index_fill(0, torch.tensor([16]), -torch.inf),
+        "nan": x.index_fill(1, torch.tensor([32]), torch.nan),
+        "all inf": torch.full_like(x, torch.inf),
+        "all nan": torch.full_like(x, torch.nan),
+    }
+
+
+@EACH
+@FORMATS
+@pytest.mark.parametrize("name", awkward_values())
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_awkward_values_in_every_type(recipe, fmt, name) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = awkward_values()[name].to(dtype)
+        for block in BLOCKS[recipe.name]:
+            assert_equals_reference(x, block, fmt, recipe)
+            found, _ = quantize_blocks(x, block, fmt, recipe)
+            assert not found.spread_scale_inv().isinf().any()
+            if x.isfinite().all():
+                assert found.dequantize(torch.float32).isfinite().all()
+
+
 @EACH
 def test_a_large_cast_is_made_in_chunks_of_the_same_bytes(recipe) -> None:
     x = outliers(1300, 520)  # more than two chunks, with ragged blocks in the last

@@ -97,3 +97,9 @@ def test_e4m3_is_the_better_format_where_blocks_have_scales(spread: float) -> No
     x *= torch.exp(spread * torch.randn(x.shape, generator=generator))
     assert sqnr_db(x, E4M3) > sqnr_db(x, E5M2) + 5.0
     assert sqnr_db(x, E4M3) > 30.0
+
+
+def test_rows_of_nothing() -> None:
+    payload = encode_rows(torch.empty(3, 0), E4M3)
+    assert payload.shape == (3, 0) and decode_row(payload[0], 0, E4M3).shape == (0,)
+    assert sum_rows(payload, torch.empty(0), 1, E4M3).shape == (0,)

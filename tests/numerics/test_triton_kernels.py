@@ -63,6 +63,19 @@ for kernel in (cast._cast_kernel, fused._swiglu_kernel, fused._dswiglu_kernel,
                               options=dict(cast.LAUNCH))
         assert "cubin" in made.asm
         print(kernel.__name__, capability)
+# Every kind of block, as it is launched: codes or transposed codes.
+for (rows_each, columns_each), (bm, bk) in blocks.TILES.items():
+    kernel, along = blocks._block_kernel, rows_each > columns_each
+    constants = {name: FLAGS[name] for name in kernel.arg_names if name in FLAGS}
+    constants |= {"R": rows_each, "C": columns_each, "BM": bm, "BK": bk, "CODES": not along,
+                  "TRANSPOSED": along, "MX": 32 in (rows_each, columns_each), "stride_k": 1}
+    grid = {"grid": "*u8"} if constants["MX"] else {}
+    signature = {name: "constexpr" if name in constants else {**POINTERS, **grid}.get(name, "i32")
+                 for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(cast.LAUNCH))
+    assert "cubin" in made.asm
+    print("block", rows_each, columns_each)
 """
 
 
@@ -78,7 +91,7 @@ def test_kernels_compile_for_every_generation_with_fp8_units(tmp_path: Path) -> 
         [sys.executable, str(path)], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == 24
+    assert len(done.stdout.splitlines()) == 29
 
 
 def test_auto_takes_eager_on_a_cpu_and_says_why() -> None:

@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.config import ModelShape
 from megafp8.errors import PrecisionError
-from megafp8.precision import recipe_from_config
-from megafp8.train.run import _check_fp8_device
-from tests.model.small import FP8, small_config
+from megafp8.numerics import RECIPE_NAMES, Recipe, missing_product, probe
+from megafp8.precision import PrecisionPlan, build_plan, recipe_from_config
+from megafp8.train import run
+from megafp8.train.run import _check_fp8_device, _try_products
+from tests.model.small import FP8, VOCAB, small_config
 from tests.numerics.test_numerics_hardware import Pretend, pretend  # noqa: F401
 
 CUDA: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cuda", 0)))
@@ -65,3 +68,59 @@ def test_what_a_gpu_multiplies_is_taken(pretend: Pretend) -> None:  # noqa: F811
         found = recipe_from_config(config)
         assert found is not None
         _check_fp8_device(config, found, CUDA)
+
+
+def plan_of(recipe: str) -> tuple[PrecisionPlan, Recipe]:
+    sizes: dict[str, Any] = {"hidden_size": 128, "ffn_hidden_size": 256, "seq_length": 64}
+    config = small_config(bf16=True, fp8_format="e4m3", fp8_recipe=recipe, **sizes)
+    found = recipe_from_config(config)
+    assert found is not None
+    plan = build_plan(config, ModelShape.from_config(config, VOCAB), config.layout(1))
+    return plan, found
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_sizes_that_have_kernels_pass(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    plan, found = plan_of(recipe)
+    calls: list[tuple[Any, ...]] = []
+
+    def counted(*arguments: Any) -> str | None:
+        calls.append(arguments[2])
+        return missing_product(*arguments)
+
+    monkeypatch.setattr(run, "missing_product", counted)
+    _try_products(plan, found, torch.device("cpu"))
+    fp8 = {(p.tokens, p.in_features, p.out_features) for p in plan.linears if p.precision == "fp8"}
+    assert fp8 and set(calls) == fp8 and len(calls) == len(fp8), "each size once"
+
+
+@pytest.mark.parametrize("product", ["fprop", "dgrad", "wgrad"])
+def test_a_size_without_a_kernel_is_refused_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, product: str
+) -> None:
+    plan, found = plan_of("rowwise")
+    original = getattr(probe, product)
+
+    def limited(a: Any, b: Any, *dtype: Any) -> Any:
+        if 256 in (*a.data.shape, *b.data.shape):
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling it")
+        return original(a, b, *dtype)
+
+    monkeypatch.setattr(probe, product, limited)
+    with pytest.raises(PrecisionError) as error:
+        _try_products(plan, found, torch.device("cpu"))
+    text = str(error.value)
+    assert "\n" not in text and f"({product}: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when" in text
+    assert text.startswith("--fp8-recipe rowwise: decoder.layers.") and "--precision-policy" in text
+
+
+def test_only_a_gpu_is_tried(monkeypatch: pytest.MonkeyPatch, pretend: Pretend) -> None:  # noqa: F811
+    tried: list[str] = []
+    monkeypatch.setattr(
+        run, "_try_products", lambda plan, recipe, device: tried.append(recipe.name)
+    )
+    pretend((9, 0), "13.0")
+    for recipe in ("rowwise", "mxfp8"):  # emulated, the second
+        for device in ("cpu", "cuda"):
+            run._check_fp8_kernels(*plan_of(recipe), torch.device(device))
+    assert tried == ["rowwise"]

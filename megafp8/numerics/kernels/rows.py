@@ -94,7 +94,8 @@ def cast_rows(
     assert rows or columns, "neither rows nor columns are wanted"
     x, (m, k) = x.detach(), x.shape
     amax = torch.zeros(m + k, dtype=torch.float32, device=x.device)
-    inverse = torch.empty_like(amax)
+    # Apart: cuBLAS wants scales to start at multiples of 16 bytes, and only one of them is kept.
+    row_inverse, column_inverse = (amax.new_empty(n) for n in (m, k))
     out, out_t = new_codes(x, m, k, fmt, rows, columns)
     row_bits, column_bits = amax.view(torch.uint32).split((m, k))
     grid, wanted = (tiles(m, k),), {"ROWS": rows, "COLUMNS": columns}
@@ -104,10 +105,10 @@ def cast_rows(
         x,
         row_bits,
         column_bits,
-        bytes_of(out, inverse),
-        bytes_of(out_t, inverse),
-        inverse[:m],
-        inverse[m:],
+        bytes_of(out, amax),
+        bytes_of(out_t, amax),
+        row_inverse,
+        column_inverse,
         *shape,
         E5M2=fmt.name == "e5m2",
         POWER_OF_2=power_of_2,
@@ -119,12 +120,12 @@ def cast_rows(
     by_row, by_column = None, None
     if out is not None:
         by_row = QuantizedTensor(
-            out, inverse[:m].view(m, 1), fmt, block=(1, 0), power_of_2=power_of_2
+            out, row_inverse.view(m, 1), fmt, block=(1, 0), power_of_2=power_of_2
         )
     if out_t is not None:
         by_column = QuantizedTensor(
             out_t.t(),
-            inverse[m:].view(1, k),
+            column_inverse.view(1, k),
             fmt,
             block=(0, 1),
             power_of_2=power_of_2,
