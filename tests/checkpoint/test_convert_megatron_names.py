@@ -1,6 +1,7 @@
 """Megatron's checkpoints by hand: both specs' names, what is left out, settings; no Megatron."""
 
 import io
+import random
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -139,6 +140,26 @@ def test_optimizer_state_is_named(release: Path, tmp_path: Path) -> None:
     assert note.startswith("note: optimizer state is not converted: left out optimizer.state.exp_")
     assert f"and {len(moments) - 3} more" in note
     run_convert("megatron", "megafp8", folder, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp", ".metadata", "metadata.json"])
+def test_damage_is_one_line_with_the_file(release: Path, tmp_path: Path, name: str) -> None:
+    """There are no checksums in Megatron's files: a flipped bit may pass, but ends no other way."""
+    folder, chance = tmp_path / "in", random.Random(3)
+    shutil.copytree(release, folder)
+    content, refused = (release / name).read_bytes(), 0
+    for attempt in range(12):
+        damaged = bytearray(content)
+        # Most of them where it hurts: at the start of the file.
+        damaged[chance.randrange(min(len(damaged), 2000))] ^= 1 << chance.randrange(8)
+        (folder / name).write_bytes(damaged if attempt else content[: len(content) // 2])
+        try:
+            run_convert("megatron", "hf", folder, tmp_path / str(attempt))
+        except CheckpointError as error:
+            refused += 1
+            assert "\n" not in str(error) and "weights_only" not in str(error)
+            assert not (tmp_path / str(attempt)).exists()
+    assert refused > 0
 
 
 @pytest.mark.parametrize("rename", [str, local], ids=["te", "local"])
