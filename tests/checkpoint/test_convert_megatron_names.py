@@ -2,6 +2,7 @@
 
 import io
 import random
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -184,6 +185,41 @@ def test_one_pickled_file(release: Path, tmp_path: Path, rename: Callable[[str],
         "mp_rank_00/model_optim_rng.pt",
         f"note: FP8 state of TransformerEngine is not converted, scales start anew: left out {fc1}",
     ]
+
+
+def test_pickled_files_of_interleaved_stages(tmp_path: Path) -> None:
+    """pp 2 with two chunks each: a rank holds layers 0 and 2, or 1 and 3, numbered from 0."""
+    tensors = weights()
+    for layer in (2, 3):
+        for name in [name for name in tensors if ".layers.0." in name]:
+            new = name.replace(".layers.0.", f".layers.{layer}.")
+            tensors[new] = torch.full_like(tensors[name], 0.25 * layer)
+    run_convert(
+        "hf", "megatron", make_folder(tmp_path / "hf", tensors, num_hidden_layers=4), tmp_path / "m"
+    )
+    release = tmp_path / "m" / "release"
+    args = vars(torch.load(release / "common.pt", weights_only=False)["args"])
+    args |= {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    whole = by_layer(stored(release))
+    for stage in range(2):
+        chunks: list[dict[str, Tensor]] = [{}, {}]
+        for name, value in whole.items():
+            layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+            if layer is None:
+                first = name.startswith("embedding.")
+                if (stage, first) in ((0, True), (1, False)):
+                    chunks[0 if first else 1][name] = value
+            elif int(layer.group(1)) % 2 == stage:
+                chunk = int(layer.group(1)) // 2
+                chunks[chunk][name.replace(layer.group(0), "decoder.layers.0.")] = value
+        path = tmp_path / "in" / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        state = {"args": Namespace(**args), "model0": chunks[0], "model1": chunks[1]}
+        torch.save(state, path)
+    run_convert("megatron", "hf", tmp_path / "in", tmp_path / "out")
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], value) for name, value in tensors.items())
 
 
 @pytest.mark.parametrize(
