@@ -177,7 +177,11 @@ def test_one_pickled_file(release: Path, tmp_path: Path, rename: Callable[[str],
     path = folder / "mp_rank_00" / "model_optim_rng.pt"
     path.parent.mkdir(parents=True)
     state = {"args": common["args"], "iteration": 7, "model": model, "optimizer": {"param": 1}}
-    torch.save(state, path)
+    for version, words in (({}, "is missing"), ({"checkpoint_version": 1.0}, "is 1.0")):
+        torch.save(state | version, path)
+        with pytest.raises(CheckpointError, match=f"checkpoint_version {words}; allowed: 2.0, 3.0"):
+            run_convert("megatron", "hf", folder, tmp_path / "out")
+    torch.save(state | {"checkpoint_version": 3.0}, path)
     (path.parent / "distrib_optim.pt").write_bytes(b"x")
     notes = check_weights(folder, tmp_path / "out")
     assert notes == [
@@ -214,7 +218,8 @@ def test_pickled_files_of_interleaved_stages(tmp_path: Path) -> None:
                 chunks[chunk][name.replace(layer.group(0), "decoder.layers.0.")] = value
         path = tmp_path / "in" / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt"
         path.parent.mkdir(parents=True)
-        state = {"args": Namespace(**args), "model0": chunks[0], "model1": chunks[1]}
+        state = {"checkpoint_version": 3.0, "args": Namespace(**args)}
+        state |= {"model0": chunks[0], "model1": chunks[1]}
         torch.save(state, path)
     run_convert("megatron", "hf", tmp_path / "in", tmp_path / "out")
     back = load_file(tmp_path / "out" / "model.safetensors")
