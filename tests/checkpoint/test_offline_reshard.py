@@ -117,6 +117,15 @@ def test_scale_state_of_ranks_moves_by_rule(source: Path, tmp_path: Path) -> Non
     assert torch.equal(TensorReader.open(report.path).read(row.name), wanted)
 
 
+def test_other_stages_keep_each_layer_s_own_scales(source: Path, tmp_path: Path) -> None:
+    """Layers have global numbers: pp 2 -> 4 renames nothing, also of the fused linears."""
+    report = reshard_checkpoint(source, tmp_path, TargetLayout(2, 4))
+    assert {row.rule for row in report.tensors} == {"kept"}
+    assert_same_tensors(source, report.path, but="nothing")
+    name = "fp8_local.decoder.layers.3.self_attention.linear_qkv.grad_output.scale"
+    assert [row.crc_before == row.crc_after for row in report.tensors if row.name == name] == [True]
+
+
 def test_a_folder_that_has_newer_ones(source: Path, tmp_path: Path) -> None:
     """`latest` then names the new one, and the report says what it named before."""
     copy_of(source, tmp_path)
