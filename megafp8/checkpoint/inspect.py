@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.files import crc32_of
+from megafp8.checkpoint.files import crc32_of, reading
 from megafp8.checkpoint.find import find_checkpoint, foreign_files, read_record
 from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, SHARED_PREFIX
@@ -130,6 +130,11 @@ def inspect_checkpoint(load: Path) -> Inspection:
     directory = find_checkpoint(load)
     if directory is None:
         raise CheckpointError(f"{load} holds no checkpoint{found_instead(load)}")
+    with reading(directory):
+        return _inspect(directory)
+
+
+def _inspect(directory: Path) -> Inspection:
     record = read_record(directory)
     with ThreadPoolExecutor(WORKERS) as pool:
         files = list(pool.map(lambda item: _file_state(directory, *item), record.files.items()))

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megafp8.checkpoint.files import iteration_name, iteration_of
+from megafp8.checkpoint.files import LATEST_NAME, iteration_name, iteration_of, reading
 from megafp8.checkpoint.find import find_checkpoint, read_record
 from megafp8.checkpoint.holdings import plan_holdings
 from megafp8.checkpoint.kinds import found_instead
@@ -155,6 +155,11 @@ def reshard_checkpoint(load: Path, save: Path, target: TargetLayout) -> ReshardR
     if source is None:
         raise CheckpointError(f"--load {load} holds no checkpoint{found_instead(load)}")
     root = _root_of(source, Path(save).absolute())
+    with reading(source):  # a run's --keep-last leaves it alone meanwhile
+        return _reshard(source, root, target)
+
+
+def _reshard(source: Path, root: Path, target: TargetLayout) -> ReshardReport:
     reader = TensorReader.open(source, checksums=True)
     config, layout, notes = target_run(reader.record, target)
     shape = ModelShape.from_config(config, _vocab_size(reader.record))
@@ -182,7 +187,10 @@ def reshard_checkpoint(load: Path, save: Path, target: TargetLayout) -> ReshardR
             tensor = move_ranks(name, tensor, layout.dp, layout.tp)
         return tensor
 
+    former = _named_by_latest(root)
     path, after = write_streaming(root, record, holdings, read)
+    if former is not None and former != path.name:
+        notes = [*notes, f"{root / LATEST_NAME} named {former} before, it names {path.name} now"]
     rows = [_row(reader, name, entries[name], before[name], after[name]) for name in reader.names]
     lost = [row.name for row in rows if row.rule == "kept" and row.crc_before != row.crc_after]
     if flaws:
@@ -197,6 +205,11 @@ def _row(source: TensorReader, name: str, new: TensorEntry, before: str, after: 
     if name.startswith(LOCAL_PREFIX):
         rule = describe_move(name, entry.shape, *new.shape[:2])
     return Conserved(name, entry, new, before, after, rule)
+
+
+def _named_by_latest(root: Path) -> str | None:
+    path = root / LATEST_NAME
+    return path.read_text(errors="replace").strip()[:80] if path.is_file() else None
 
 
 def _root_of(source: Path, save: Path) -> Path:

@@ -1,6 +1,7 @@
 """Command line parser of the tools in this package's domain: errors are one line, exit code 2."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,12 +74,18 @@ def run_tool(work: Callable[[], list[str]]) -> int:
     """
     configure(0)
     try:
-        lines = work()
+        print("\n".join(work()), flush=True)
     except MegaFP8Error as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("error: interrupted; nothing was written", file=sys.stderr)
         return 130
-    print("\n".join(lines))
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough; Python would complain once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        return MegaFP8Error.exit_code
     return 0

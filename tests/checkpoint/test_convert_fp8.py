@@ -201,6 +201,9 @@ def test_scales_of_each_rank_merge_on_export(tmp_path: Path) -> None:
     notes = [line for line in lines if line.startswith("note: ")]
     assert f"{len(own)} tensors merge into one for all" in " ".join(notes)
     assert "optimizer state is not converted" in " ".join(notes)
+    # Of a tied model of two pipeline stages: the head is neither in a file nor in the index.
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in load_file(tmp_path / "out/model.safetensors")
     # Neither is it dropped where no flag asks for it.
     lines = run_convert("megafp8", "hf", source, tmp_path / "plain")
     assert f"FP8 scale state is left out: {len(found)} tensors (--fp8 scales" in " ".join(lines)

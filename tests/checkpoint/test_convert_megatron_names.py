@@ -1,6 +1,8 @@
 """Megatron's checkpoints by hand: both specs' names, what is left out, settings; no Megatron."""
 
 import io
+import random
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -141,6 +143,26 @@ def test_optimizer_state_is_named(release: Path, tmp_path: Path) -> None:
     run_convert("megatron", "megafp8", folder, tmp_path / "ours")
 
 
+@pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp", ".metadata", "metadata.json"])
+def test_damage_is_one_line_with_the_file(release: Path, tmp_path: Path, name: str) -> None:
+    """There are no checksums in Megatron's files: a flipped bit may pass, but ends no other way."""
+    folder, chance = tmp_path / "in", random.Random(3)
+    shutil.copytree(release, folder)
+    content, refused = (release / name).read_bytes(), 0
+    for attempt in range(12):
+        damaged = bytearray(content)
+        # Most of them where it hurts: at the start of the file.
+        damaged[chance.randrange(min(len(damaged), 2000))] ^= 1 << chance.randrange(8)
+        (folder / name).write_bytes(damaged if attempt else content[: len(content) // 2])
+        try:
+            run_convert("megatron", "hf", folder, tmp_path / str(attempt))
+        except CheckpointError as error:
+            refused += 1
+            assert "\n" not in str(error) and "weights_only" not in str(error)
+            assert not (tmp_path / str(attempt)).exists()
+    assert refused > 0
+
+
 @pytest.mark.parametrize("rename", [str, local], ids=["te", "local"])
 def test_one_pickled_file(release: Path, tmp_path: Path, rename: Callable[[str], str]) -> None:
     common = torch.load(release / "common.pt", weights_only=False)
@@ -155,7 +177,11 @@ def test_one_pickled_file(release: Path, tmp_path: Path, rename: Callable[[str],
     path = folder / "mp_rank_00" / "model_optim_rng.pt"
     path.parent.mkdir(parents=True)
     state = {"args": common["args"], "iteration": 7, "model": model, "optimizer": {"param": 1}}
-    torch.save(state, path)
+    for version, words in (({}, "is missing"), ({"checkpoint_version": 1.0}, "is 1.0")):
+        torch.save(state | version, path)
+        with pytest.raises(CheckpointError, match=f"checkpoint_version {words}; allowed: 2.0, 3.0"):
+            run_convert("megatron", "hf", folder, tmp_path / "out")
+    torch.save(state | {"checkpoint_version": 3.0}, path)
     (path.parent / "distrib_optim.pt").write_bytes(b"x")
     notes = check_weights(folder, tmp_path / "out")
     assert notes == [
@@ -163,6 +189,42 @@ def test_one_pickled_file(release: Path, tmp_path: Path, rename: Callable[[str],
         "mp_rank_00/model_optim_rng.pt",
         f"note: FP8 state of TransformerEngine is not converted, scales start anew: left out {fc1}",
     ]
+
+
+def test_pickled_files_of_interleaved_stages(tmp_path: Path) -> None:
+    """pp 2 with two chunks each: a rank holds layers 0 and 2, or 1 and 3, numbered from 0."""
+    tensors = weights()
+    for layer in (2, 3):
+        for name in [name for name in tensors if ".layers.0." in name]:
+            new = name.replace(".layers.0.", f".layers.{layer}.")
+            tensors[new] = torch.full_like(tensors[name], 0.25 * layer)
+    run_convert(
+        "hf", "megatron", make_folder(tmp_path / "hf", tensors, num_hidden_layers=4), tmp_path / "m"
+    )
+    release = tmp_path / "m" / "release"
+    args = vars(torch.load(release / "common.pt", weights_only=False)["args"])
+    args |= {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    whole = by_layer(stored(release))
+    for stage in range(2):
+        chunks: list[dict[str, Tensor]] = [{}, {}]
+        for name, value in whole.items():
+            layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+            if layer is None:
+                first = name.startswith("embedding.")
+                if (stage, first) in ((0, True), (1, False)):
+                    chunks[0 if first else 1][name] = value
+            elif int(layer.group(1)) % 2 == stage:
+                chunk = int(layer.group(1)) // 2
+                chunks[chunk][name.replace(layer.group(0), "decoder.layers.0.")] = value
+        path = tmp_path / "in" / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        state = {"checkpoint_version": 3.0, "args": Namespace(**args)}
+        state |= {"model0": chunks[0], "model1": chunks[1]}
+        torch.save(state, path)
+    run_convert("megatron", "hf", tmp_path / "in", tmp_path / "out")
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], value) for name, value in tensors.items())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 import megafp8.checkpoint.streaming as streaming
-from megafp8.checkpoint import find_checkpoint, load_tensors, read_record
+from megafp8.checkpoint import FORMAT_VERSION, find_checkpoint, load_tensors, read_record
+from megafp8.checkpoint.convert.run import ConvertOptions, convert
+from megafp8.checkpoint.files import is_being_read
+from megafp8.checkpoint.inspect import inspect_checkpoint
 from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
 from megafp8.checkpoint.rewrite import write_streaming
 from megafp8.checkpoint.streaming import TensorReader, dtype_of
@@ -21,6 +24,7 @@ from tests.checkpoint.made import copy_of, flip_a_bit, make_source, value
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "reshard_checkpoint.py"
+SAMPLE = Path(__file__).parent / "samples" / "version_1" / "iter_0000003"
 LAYOUTS = {
     "1": TargetLayout(),
     "tp2": TargetLayout(tensor_model_parallel_size=2),
@@ -111,6 +115,58 @@ def test_scale_state_of_ranks_moves_by_rule(source: Path, tmp_path: Path) -> Non
     assert (row.before.shape, row.after.shape) == ((1, 2, 8), (4, 1, 8))
     wanted = value(row.name, row.before).amax(1, keepdim=True).expand(4, 1, 8)
     assert torch.equal(TensorReader.open(report.path).read(row.name), wanted)
+
+
+def test_other_stages_keep_each_layer_s_own_scales(source: Path, tmp_path: Path) -> None:
+    """Layers have global numbers: pp 2 -> 4 renames nothing, also of the fused linears."""
+    report = reshard_checkpoint(source, tmp_path, TargetLayout(2, 4))
+    assert {row.rule for row in report.tensors} == {"kept"}
+    assert_same_tensors(source, report.path, but="nothing")
+    name = "fp8_local.decoder.layers.3.self_attention.linear_qkv.grad_output.scale"
+    assert [row.crc_before == row.crc_after for row in report.tensors if row.name == name] == [True]
+
+
+def test_a_folder_that_has_newer_ones(source: Path, tmp_path: Path) -> None:
+    """`latest` then names the new one, and the report says what it named before."""
+    copy_of(source, tmp_path)
+    (tmp_path / source.name).rename(tmp_path / "iter_0000020")
+    (tmp_path / "latest").write_text("iter_0000020\n")
+    report = reshard_checkpoint(source, tmp_path, TargetLayout())
+    assert find_checkpoint(tmp_path) == report.path
+    (note,) = report.notes[-1:]
+    assert note == f"{tmp_path / 'latest'} named iter_0000020 before, it names {source.name} now"
+
+
+def test_a_checkpoint_of_format_version_1(tmp_path: Path) -> None:
+    """The tools read it as a run does; what they write is of the newest form."""
+    assert inspect_checkpoint(SAMPLE).problems == inspect_checkpoint(SAMPLE).flaws == []
+    assert read_record(SAMPLE).format_version == 1
+    report = reshard_checkpoint(SAMPLE, tmp_path / "new", TargetLayout(fsdp_size=2))
+    assert read_record(report.path).format_version == FORMAT_VERSION
+    assert_same_tensors(SAMPLE, report.path)
+    lines = [
+        convert(ConvertOptions("megafp8", "hf", path, tmp_path / name))[-1]
+        for name, path in (("old", SAMPLE), ("new hf", report.path))
+    ]
+    assert lines[0] == lines[1] and lines[0].startswith("verified: all ")
+
+
+def test_it_is_not_deleted_meanwhile(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    original = TensorReader.read
+
+    def read(self: TensorReader, name: str) -> Tensor:
+        seen.append(is_being_read(source))
+        return original(self, name)
+
+    monkeypatch.setattr(TensorReader, "read", read)
+    reshard_checkpoint(source, tmp_path / "new", TargetLayout())
+    count = len(seen)
+    inspect_checkpoint(source)
+    convert(ConvertOptions("megafp8", "hf", source, tmp_path / "hf"))
+    assert count < len(seen) and all(seen) and not is_being_read(source)
 
 
 # ------------------------------------------------------------------------------ refusals

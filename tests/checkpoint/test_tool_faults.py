@@ -1,10 +1,13 @@
 """The offline tools on bad disks, and killed or interrupted: the source stays, no half is taken."""
 
+import errno
 import hashlib
 import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 
 from megafp8.checkpoint import find_checkpoint, read_record, verify_files
 from megafp8.checkpoint.convert.run import ConvertOptions, convert
+from megafp8.data.tool_parser import run_tool
 from megafp8.errors import CheckpointError
 from tests.checkpoint.hand_made import make_folder
 from tests.checkpoint.made import make_source
@@ -81,6 +85,26 @@ def test_a_target_that_cannot_be_made(tmp_path: Path, sources: dict[str, Path]) 
         with pytest.raises(CheckpointError, match="lies inside the checkpoint"):
             reshard(source, save)
     assert (tmp_path / "file").read_text() == "x" and not (source / "inside").exists()
+
+
+def test_errors_of_the_system_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def unreadable() -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", "some/file")
+
+    assert run_tool(unreadable) == 2
+    assert capsys.readouterr().err == "error: some/file: Permission denied\n"
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    """`tool | head -1` is no failure of the tool, and no traceback."""
+    work = "run_tool(lambda: ['x' * 70] * 100_000)"
+    code = f"import sys; from megafp8.data.tool_parser import run_tool; sys.exit({work})"
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"x" * 70 + b"\n"
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60.0)) == (b"", 0)
 
 
 # ---------------------------------------------------------------------------------------- killed

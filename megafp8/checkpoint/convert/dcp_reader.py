@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from pathlib import Path
 
 import torch
@@ -16,6 +15,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megafp8.errors import CheckpointError
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error of `torch.load` in one line, without its advice to load without care."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    if "weights_only" in text or "Weights only" in text:
+        return f"{type(error).__name__}: damaged, or it names what is no data"
+    return text[:200]
 
 
 def is_empty(value: object) -> bool:
@@ -71,8 +78,8 @@ class DcpTensors:
         """Tell whether a stored object (no tensor) is more than None or an empty tensor."""
         try:
             value = torch.load(self._bytes(place), "cpu", weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError):
-            return True  # an object of a class that is not read here is no empty one
+        except Exception:  # an object of a class that is not read here is no empty one
+            return True
         return not is_empty(value)
 
     def _bytes(self, place: _StorageInfo) -> io.BytesIO:
@@ -85,9 +92,8 @@ class DcpTensors:
         path = self.directory / place.relative_path
         try:
             value = torch.load(self._bytes(place), map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            text = " ".join(str(error).split())[:200]
-            raise CheckpointError(f"{path}: {name} cannot be read: {text}") from None
+        except Exception as error:  # damaged bytes raise nearly any type
+            raise CheckpointError(f"{path}: {name} cannot be read: {reason_of(error)}") from None
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{path}: {name} is {type(value).__name__}, expected a tensor")
         return value

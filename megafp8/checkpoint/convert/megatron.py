@@ -46,6 +46,7 @@ COMMON_NAME = "common.pt"
 JSON_NAME = "metadata.json"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+VERSIONS = (2.0, 3.0)
 LAYERS = "decoder.layers."
 # The TE spec's names, which the local spec takes for its checkpoints too, and ours.
 _NORMS = {
@@ -96,6 +97,7 @@ def open_megatron(
         )
     source = ranks[0] / "model_optim_rng.pt" if ranks else folder / COMMON_NAME
     common = load_pickled(source)
+    _check_version(source, common, bool(ranks))
     args = settings_of(common["args"], source) if _has_args(common) else {}
     model, vocab = _model(source, args, config_file, seq_length, divisible_by)
     if ranks:
@@ -134,6 +136,25 @@ def _find(load: Path) -> Path:
     if not name or not (load / name).is_dir():
         raise CheckpointError(f"{tracker} names {named[:40]!r}, and that checkpoint is not there")
     return load / name
+
+
+def _check_version(source: Path, common: Any, legacy: bool) -> None:
+    """Refuse what Megatron would reorder: version 1 fused queries, keys and values otherwise.
+
+    Args:
+        source: the file, for messages.
+        common: its content.
+        legacy: of the form that may be so old; without a version it is, to Megatron.
+
+    Raises:
+        CheckpointError: the version is not one of VERSIONS.
+    """
+    version = common.get("checkpoint_version") if isinstance(common, dict) else None
+    if version in VERSIONS or (version is None and not legacy):
+        return
+    found = "is missing" if version is None else f"is {version!r:.40}"
+    allowed = ", ".join(map(str, VERSIONS))
+    raise CheckpointError(f"{source}: checkpoint_version {found}; allowed: {allowed}")
 
 
 def _has_args(common: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -182,7 +183,8 @@ def write_native(
     record = CheckpointRecord(
         iteration=0,
         config=config.model_dump(mode="json"),
-        layout={"world_size": 1, "tp": 1, "pp": 1, "vp": 1, "fsdp": 1, "replicate": 1},
+        layout={"world_size": 1, "tp": 1, "pp": 1, "vp": 1, "fsdp": 1, "replicate": 1}
+        | {"pipeline_schedule": "1f1b"},
         data_position={"consumed_samples": 0},
         state={
             "vocab_size": view.shape.vocab_size,
@@ -198,7 +200,8 @@ def write_native(
     write_atomically(target / LATEST_NAME, directory.name + "\n")
     written.notes.append(
         f"{final} holds weights and no optimizer state: pretrain_gpt.py --config "
-        f"{final / 'config.yaml'} trains on from them (it sets --load and --finetune)"
+        f"{shlex.quote(str(final / 'config.yaml'))} trains on from them (it sets --load and "
+        "--finetune)"
     )
     written.tensors = len(entries)
     written.bytes = sum(entry.nbytes for entry in entries.values())

@@ -35,7 +35,7 @@ from megafp8.checkpoint.convert.view import (
     listed,
     with_padding,
 )
-from megafp8.checkpoint.files import sync_directory
+from megafp8.checkpoint.files import reading, sync_directory
 from megafp8.checkpoint.rewrite import made_folders
 from megafp8.errors import CheckpointError
 
@@ -92,7 +92,8 @@ def convert(options: ConvertOptions) -> list[str]:
         view = open_view(options)
         if final.resolve().is_relative_to(view.path.resolve()):
             raise CheckpointError(f"--save {final} lies inside the source {view.path}")
-        with _new_folder(final) as target:
+        # A checkpoint of ours is kept from a run's --keep-last; for others this does nothing.
+        with reading(view.path), _new_folder(final) as target:
             written = _write(view, target, final, options)
             checked = _verify(view, target, written, options)
     except OSError as error:

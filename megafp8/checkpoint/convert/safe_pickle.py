@@ -8,13 +8,13 @@ do nothing. No class of the interpreter or of Megatron is handed to the file.
 
 from __future__ import annotations
 
-import pickle
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megafp8.checkpoint.convert.dcp_reader import reason_of
 from megafp8.errors import CheckpointError
 
 SETTINGS = "argparse.Namespace"
@@ -66,9 +66,8 @@ def load_pickled(path: Path) -> Any:
         raise
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        text = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {text}") from None
+    except Exception as error:  # damaged bytes raise nearly any type
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from None
 
 
 def settings_of(value: Any, path: Path) -> dict[str, Any]:

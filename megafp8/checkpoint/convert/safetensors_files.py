@@ -54,7 +54,7 @@ class SafetensorsFolder:
 
     Args:
         folder: where its files lie.
-        file: only this one of them.
+        only: this one of them alone.
 
     Attributes:
         entries: name -> shape and dtype; without the constants that `is_buffer` knows.
@@ -63,10 +63,10 @@ class SafetensorsFolder:
         CheckpointError: naming the file that is missing, damaged or contradicts the index.
     """
 
-    def __init__(self, folder: Path, file: str | None = None) -> None:
+    def __init__(self, folder: Path, only: str | None = None) -> None:
         self.folder = folder
         self.entries: dict[str, Described] = {}
-        self._owner = _weight_map(folder) if file is None else _names_in(folder, file)
+        self._owner = _weight_map(folder) if only is None else _names_in(folder, only)
         self._files = {owner: _open(folder / owner) for owner in set(self._owner.values())}
         for owner, file in sorted(self._files.items()):
             stored = set(file.keys())
