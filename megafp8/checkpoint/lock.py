@@ -147,12 +147,24 @@ class FolderLock:
         limit = time.monotonic() + self.stale
         while time.monotonic() < limit:
             time.sleep(min(self.beat, self.stale) / 5)
+            self._look_anew()
             now = self._read()
             if now is None:
                 return False
             if now != owner:
                 return True
         return False
+
+    def _look_anew(self) -> None:
+        """Change the folder, so that this host asks the server for what others changed in it.
+
+        An NFS client may answer from its memory for up to a minute, with the file of a living
+        owner as it was: longer than an owner is waited for.
+        """
+        draft = self.path.with_name(f"{LOCK_NAME}.{self._token}.tmp")
+        with suppress(OSError):
+            draft.touch()
+            draft.unlink()
 
     def _remove_stale(self, owner: dict[str, Any]) -> None:
         """Take a dead owner's file away, and only that: another job may have been quicker."""

@@ -89,13 +89,27 @@ def test_a_process_id_that_was_given_away_again_is_not_the_owner(tmp_path: Path)
     again.release()
 
 
-def test_an_owner_on_another_host_is_judged_by_its_signs(tmp_path: Path) -> None:
+def test_an_owner_on_another_host_is_judged_by_its_signs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_owner(tmp_path)
     began = time.monotonic()
     lock = quick(tmp_path)
     lock.acquire()  # none came
     assert time.monotonic() - began >= 0.6
     lock.release()
+
+    changes = []
+    touch = Path.touch
+
+    def noted(path: Path, *arguments: Any) -> None:
+        changes.append(path.parent)
+        touch(path, *arguments)
+
+    monkeypatch.setattr(Path, "touch", noted)
+    write_owner(tmp_path)
+    quick(tmp_path).acquire()
+    assert len(changes) >= 5 and set(changes) == {tmp_path}, "a cached folder would never change"
 
     class Alive(FolderLock):
         reads = 0
