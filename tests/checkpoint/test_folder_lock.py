@@ -198,3 +198,19 @@ def test_a_folder_that_turned_read_only_keeps_its_lock(
         patch.setattr(Path, "unlink", refuse)
         lock.release()
     assert ".lock could not be removed: [Errno 30]" in caplog.text
+
+
+def test_a_lock_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
+    """As from a host that stood still for longer than an owner is waited for."""
+    lock = quick(tmp_path)
+    lock.acquire()
+    lock.check()
+    write_owner(tmp_path, host="node7", pid=99)
+    limit = time.monotonic() + 10.0
+    while not lock.lost:
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    with pytest.raises(CheckpointError, match="taken away from this job by process 99 on node7"):
+        lock.check()
+    lock.release()
+    assert owner(tmp_path)["pid"] == 99, "it is the other job's now"
