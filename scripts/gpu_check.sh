@@ -4,8 +4,8 @@
 #   bash scripts/gpu_check.sh [--tiny] [--steps 50] [--out gpu_check]
 #   MEGAFP8_PYTHON=python bash scripts/gpu_check.sh      an interpreter that has torch, no .venv
 #
-# torch and pytest are enough. Triton adds the fused kernels; pydantic and PyYAML add the GPU tests
-# of training, and TransformerEngine (with them) the comparison of the two backends.
+# torch and pytest are enough. Triton adds the fused kernels; pydantic, PyYAML and isal add the GPU
+# tests of training, and TransformerEngine (with them) the comparison of the two backends.
 # Writes OUT.md and OUT.json; exit code 1 if a test or a check fails.
 set -euo pipefail
 
@@ -19,8 +19,8 @@ fi
 cd "${REPOSITORY}"
 
 tests=tests
-if ! "${VENV_PYTHON}" -c 'import pydantic, yaml' 2> /dev/null; then
-    echo "pydantic or PyYAML is missing: only the GPU tests of numerics run"
+if ! "${VENV_PYTHON}" -c 'import pydantic, yaml, isal' 2> /dev/null; then
+    echo "pydantic, PyYAML or isal is missing: only the GPU tests of numerics run"
     tests=tests/numerics
 fi
 status=0

@@ -9,10 +9,12 @@ import fcntl
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
+
+from isal.isal_zlib import crc32
 
 RECORD_NAME = "megafp8.json"
 METADATA_NAME = ".metadata"
@@ -22,7 +24,7 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 _TEMPORARY = re.compile(r"tmp_iter_\d{7,}\.[0-9a-f]{8}")
 _REPLACED = re.compile(r"old_iter_(\d{7,})\.[0-9a-f]{8}")
 
-_CHUNK_BYTES = 2**20  # small enough to be summed from the processor's cache
+CHUNK_BYTES = 2**20  # small enough to be summed from the processor's cache
 
 
 def iteration_name(iteration: int) -> str:
@@ -90,16 +92,20 @@ def is_being_read(directory: Path) -> bool:
     return False
 
 
+def read_ahead(file: IO[bytes]) -> None:
+    """Have the disk read a whole file while its first parts are worked on."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+
 def crc32_of(path: Path) -> str:
     """Return the CRC-32 (zlib) of a file's bytes as eight hexadecimal digits."""
     checksum = 0
-    chunk = memoryview(bytearray(_CHUNK_BYTES))
+    chunk = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
-        if hasattr(os, "posix_fadvise"):
-            # The disk goes on reading while a chunk is summed.
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        read_ahead(file)
         while count := file.readinto(chunk):
-            checksum = zlib.crc32(chunk[:count], checksum)
+            checksum = crc32(chunk[:count], checksum)
     return f"{checksum:08x}"
 
 

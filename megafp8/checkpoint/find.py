@@ -225,9 +225,20 @@ def verify_files(
         return
     rank, ranks = part
     for name in sorted(record.files)[rank::ranks]:
-        path = Path(directory) / name
-        found = crc32_of(path)
-        if found != record.files[name].crc32:
-            raise CheckpointError(
-                f"{path} is damaged: crc32 {found}, expected {record.files[name].crc32}"
-            )
+        verify_file(directory, record, name)
+
+
+def verify_file(directory: Path, record: CheckpointRecord, name: str) -> None:
+    """Compare one file's bytes with a checkpoint's record.
+
+    Raises:
+        CheckpointError: as `verify_files`.
+    """
+    path = Path(directory) / name
+    if name not in record.files:
+        raise CheckpointError(f"{Path(directory) / RECORD_NAME} is damaged: it lacks {name}")
+    found = crc32_of(path)
+    if found != record.files[name].crc32:
+        raise CheckpointError(
+            f"{path} is damaged: crc32 {found}, expected {record.files[name].crc32}"
+        )

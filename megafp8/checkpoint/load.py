@@ -1,6 +1,5 @@
 """Reading a checkpoint: at any layout, all tensors or an error that names them."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,16 +7,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.tensor import DTensor
 
-from megafp8.checkpoint.agree import describe_dcp, on_all_ranks, rank_and_size
-from megafp8.checkpoint.files import RECORD_NAME, crc32_of, reading
-from megafp8.checkpoint.find import advice, read_record, verify_files
-from megafp8.checkpoint.metadata import CheckpointReader, check_index
+from megafp8.checkpoint.agree import on_all_ranks, rank_and_size
+from megafp8.checkpoint.files import METADATA_NAME, RECORD_NAME, crc32_of, reading
+from megafp8.checkpoint.find import advice, read_record, verify_file, verify_files
+from megafp8.checkpoint.metadata import check_index
+from megafp8.checkpoint.reader import CheckpointReader
+from megafp8.checkpoint.record import FileEntry
 from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
 
@@ -36,12 +36,14 @@ class _Inspection:
         wanted: Names that this rank asks for.
         mismatches: One sentence per tensor of another shape or dtype.
         recut: Names whose part on this rank is not one of the parts that were saved.
+        files: Files that this rank will read.
     """
 
     checkpoint: tuple[str, str]
     wanted: list[str]
     mismatches: list[str]
     recut: list[str]
+    files: set[str]
 
 
 @dataclass(frozen=True)
@@ -95,15 +97,17 @@ def load_with_report(
             dropped, with one log line). All other names must match. It must be the same function
             on all ranks.
         group: Ranks that take part; None for the default group.
-        verify: Compare the files' checksums too, shared among the ranks; sizes always.
+        verify: Compare the files' checksums too, each on one rank and while it is read; sizes
+            always.
 
     Returns:
         What was loaded, what was absent and what was left.
 
     Raises:
         CheckpointError: on every rank; a damaged file (named, with the checkpoint to use instead),
-            names missing or unexpected, a tensor of another shape or dtype. Before any of
-            `tensors` is written, unless a file becomes unreadable in between.
+            names missing or unexpected, a tensor of another shape or dtype. Where wrong bytes
+            or an unreadable file were found, some of `tensors` have been written and none may be
+            used; all else is found before.
     """
     directory = Path(directory).absolute()
     with reading(directory):
@@ -118,22 +122,25 @@ def _load(
     verify: bool,
 ) -> LoadReport:
     step = f"loading {directory}"
-    rank, size = rank_and_size(group)
-    opened: list[CheckpointReader] = []
+    opened: list[tuple[CheckpointReader, DefaultLoadPlanner, LoadPlan]] = []
 
     def inspect() -> _Inspection:
-        reader = _open(directory, (rank, size), verify)
-        opened.append(reader)
+        reader = _open(directory)
+        metadata = reader.read_metadata()
+        mismatches = _mismatches(tensors, metadata)
+        planner, plan = _plan(tensors, metadata) if not mismatches else (None, LoadPlan([]))
+        if planner is not None:
+            opened.append((reader, planner, plan))
         return _Inspection(
             checkpoint=(str(directory), crc32_of(directory / RECORD_NAME)),
             wanted=list(tensors),
-            mismatches=_mismatches(tensors, reader.read_metadata()),
-            recut=_recut(tensors, reader.read_metadata()),
+            mismatches=mismatches,
+            recut=_recut(tensors, metadata),
+            files=reader.files_of(plan),
         )
 
     inspections = on_all_ranks(step, inspect, group)
-    reader = opened[0]
-    stored = set(reader.read_metadata().state_dict_metadata)
+    stored = set(read_record(directory).tensors)
     absent, dropped = _compare_names(step, inspections, stored, optional)
     if dropped:
         _logger.info(
@@ -142,23 +149,63 @@ def _load(
             len(dropped),
             _list_names(dropped, 3),
         )
-    present = {name: tensor for name, tensor in tensors.items() if name in stored}
-    _read_shards(reader, present, step, group)
+    reader, planner, plan = opened[0]
+    shares = _share_files(reader.files, [one.files for one in inspections]) if verify else {}
+    rank, _ = rank_and_size(group)
+
+    def read() -> None:
+        try:
+            with torch.no_grad():
+                reader.read_verified(plan, planner, shares.get(rank, ()))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{advice(directory)}") from error
+
+    on_all_ranks(step, read, group)
     wanted = {name for inspection in inspections for name in inspection.wanted}
     recut = {name for inspection in inspections for name in inspection.recut}
     return LoadReport(len(wanted & stored), len(recut & stored), absent, dropped)
 
 
-def _open(directory: Path, part: tuple[int, int], checksums: bool) -> CheckpointReader:
+def _open(directory: Path) -> CheckpointReader:
     record = read_record(directory)
     try:
-        verify_files(directory, record, checksums=checksums, part=part)
-        sizes = {name: entry.size for name, entry in record.files.items()}
-        reader = CheckpointReader(directory, sizes)
+        verify_files(directory, record, checksums=False)
+        # Small, and all that follows depends on it.
+        verify_file(directory, record, METADATA_NAME)
+        reader = CheckpointReader(directory, record.files)
         check_index(directory, record, reader.read_metadata())
     except CheckpointError as error:
         raise CheckpointError(f"{error}{advice(directory)}") from error
     return reader
+
+
+def _plan(tensors: Mapping[str, Tensor], metadata: Metadata) -> tuple[DefaultLoadPlanner, LoadPlan]:
+    """Return DCP's plan of what this rank reads for those of its tensors that are stored."""
+    stored = metadata.state_dict_metadata
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    planner.set_up_planner(
+        {name: tensor for name, tensor in tensors.items() if name in stored}, metadata
+    )
+    return planner, planner.create_local_plan()
+
+
+def _share_files(files: Mapping[str, FileEntry], read_by: list[set[str]]) -> dict[int, list[str]]:
+    """Return which files each rank verifies: each one once, by a rank that reads it anyway.
+
+    Args:
+        files: All files of the checkpoint.
+        read_by: For each rank the files that it reads.
+    """
+    shares: dict[int, list[str]] = {rank: [] for rank in range(len(read_by))}
+    load = dict.fromkeys(shares, 0)
+    for name, entry in sorted(files.items(), key=lambda file: (-file[1].size, file[0])):
+        if name == METADATA_NAME:
+            continue  # every rank has
+        readers = [rank for rank in shares if name in read_by[rank]] or list(shares)
+        rank = min(readers, key=load.__getitem__)
+        shares[rank].append(name)
+        load[rank] += entry.size
+    return shares
 
 
 def _mismatches(tensors: Mapping[str, Tensor], metadata: Metadata) -> list[str]:
@@ -229,25 +276,3 @@ def _compare_names(
 def _list_names(names: list[str], limit: int) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-def _read_shards(
-    reader: CheckpointReader,
-    tensors: dict[str, Tensor],
-    step: str,
-    group: dist.ProcessGroup | None,
-) -> None:
-    _, size = rank_and_size(group)
-    alone = not (dist.is_available() and dist.is_initialized())
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_load(
-                dict(tensors),
-                storage_reader=reader,
-                planner=DefaultLoadPlanner(flatten_state_dict=False),
-                process_group=group,
-                no_dist=alone,
-            )
-    except CheckpointException as failure:
-        raise CheckpointError(f"{step}: {describe_dcp(failure, size)}") from failure

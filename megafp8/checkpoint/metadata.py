@@ -7,17 +7,14 @@ are then checked and turned into DCP's own classes. No class of the interpreter 
 pickle: its BUILD instruction can set attributes on a class as well as on an instance.
 """
 
-import dataclasses
 import math
-import mmap
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,12 +23,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
 
 from megafp8.checkpoint.files import METADATA_NAME, RECORD_NAME
 from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
-from megafp8.checkpoint.tensor_file import view_tensor
 from megafp8.errors import CheckpointError
 
 _DCP_METADATA = "torch.distributed.checkpoint.metadata"
@@ -112,93 +106,6 @@ class _RestrictedUnpickler(pickle.Unpickler):
         )
 
 
-class CheckpointReader(FileSystemReader):
-    """DCP's reader of files with the restricted unpickler in front of `.metadata`."""
-
-    def __init__(self, directory: Path, file_sizes: Mapping[str, int]) -> None:
-        """Prepare to read a checkpoint.
-
-        Args:
-            directory: The checkpoint.
-            file_sizes: Name to bytes of the files that may be read, from `megafp8.json`.
-        """
-        super().__init__(directory)
-        self.directory = Path(directory)
-        self.file_sizes = file_sizes
-        self._metadata: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return DCP's index; the file is read once.
-
-        Args:
-            *args: Not used; DCP's signature.
-            **kwargs: Not used; DCP asks for a rank's own index where no global one is found.
-
-        Raises:
-            CheckpointError: the file is missing, damaged, names anything but DCP's metadata, or
-                describes data that are not there.
-        """
-        if self._metadata is None:
-            self._metadata = read_metadata(self.directory, self.file_sizes)
-            assert self._metadata.storage_meta is not None
-            self._metadata.storage_meta.load_id = self.load_id
-        return self._metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what a plan asks for from the mapped files to its tensors."""
-        others: list[ReadItem] = []
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
-            with (self.directory / name).open("rb") as file:
-                # Private, so that torch may have it writable; nothing is written to it.
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            others += [item for item in items if not self._copy(item, planner, mapped)]
-        if others:
-            try:
-                return super().read_data(dataclasses.replace(plan, items=others), planner)
-            except Exception as error:  # torch.load raises nearly any type, with advice of its own
-                names = ", ".join(sorted({item.storage_index.fqn for item in others})[:5])
-                raise CheckpointError(
-                    f"{self.directory} is damaged: no tensor is stored where {METADATA_NAME} says "
-                    f"for {names} ({type(error).__name__})"
-                ) from error
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _copy(self, item: ReadItem, planner: LoadPlanner, mapped: mmap.mmap) -> bool:
-        """Serve one request; False if only `torch.load` can."""
-        if item.type == LoadItemType.BYTE_IO:
-            return False
-        place = self.storage_data[item.storage_index]
-        stored = view_tensor(memoryview(mapped)[place.offset : place.offset + place.length])
-        if stored is None:
-            return False
-        index = item.storage_index
-        chunk = self._chunk(index)
-        target = planner.resolve_tensor(item).detach()
-        if stored.shape != chunk.sizes or stored.dtype != target.dtype:
-            raise CheckpointError(
-                f"{self.directory} is damaged: {index.fqn} at {list(chunk.offsets)} is stored as "
-                f"{stored.dtype}{list(stored.shape)}, its index says "
-                f"{target.dtype}{list(chunk.sizes)}"
-            )
-        stored = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
-        target.copy_(stored)
-        planner.commit_tensor(item, target)
-        return True
-
-    def _chunk(self, index: MetadataIndex) -> ChunkStorageMetadata:
-        """Return what the index says of the part that is stored at `index`."""
-        tensor = self.read_metadata().state_dict_metadata[index.fqn]
-        assert isinstance(tensor, TensorStorageMetadata)
-        if index.index is not None and tensor.chunks[index.index].offsets == index.offset:
-            return tensor.chunks[index.index]
-        return next(chunk for chunk in tensor.chunks if chunk.offsets == index.offset)
-
-
 def read_metadata(
     directory: Path, file_sizes: Mapping[str, int], *, foreign: bool = False
 ) -> Metadata:
@@ -214,7 +121,8 @@ def read_metadata(
         DCP's metadata; every entry is a tensor whose chunks fill it and lie in those files.
 
     Raises:
-        CheckpointError: as `CheckpointReader.read_metadata`.
+        CheckpointError: the file is missing, damaged, names anything but DCP's metadata, or
+            describes data that are not there.
     """
     path = directory / METADATA_NAME
     try:

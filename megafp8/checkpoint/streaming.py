@@ -8,7 +8,6 @@ what each rank of the target layout would save.
 import mmap
 import os
 import pickle
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from isal.isal_zlib import crc32
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -37,14 +37,15 @@ from torch.distributed.checkpoint.planner import (
 
 from megafp8.checkpoint.files import METADATA_NAME
 from megafp8.checkpoint.find import read_record, verify_files
-from megafp8.checkpoint.metadata import CheckpointReader, check_index
+from megafp8.checkpoint.metadata import check_index
+from megafp8.checkpoint.reader import CheckpointReader
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
 from megafp8.checkpoint.tensor_file import view_tensor
 from megafp8.checkpoint.writing import ChecksumStream
 from megafp8.errors import CheckpointError
 
 # Bytes of tensors that may be in memory at once; a larger tensor is alone there.
-BUFFER_BYTES = 128 * 2**20
+BUFFER_BYTES = 64 * 2**20
 # Reading, checksums and writing release the interpreter's lock, so threads are enough.
 WORKERS = max(2, min(8, os.cpu_count() or 2))
 
@@ -91,7 +92,7 @@ def bytes_of(entry: TensorEntry) -> int:
 
 def crc32_of_tensor(tensor: Tensor) -> str:
     """Return the CRC-32 of a tensor's bytes in row-major order, eight hexadecimal digits."""
-    return f"{zlib.crc32(_byte_view(tensor.contiguous())):08x}"
+    return f"{crc32(_byte_view(tensor.contiguous())):08x}"
 
 
 def _byte_view(tensor: Tensor) -> Any:
@@ -110,10 +111,8 @@ class TensorReader:
     def __init__(self, directory: Path, record: CheckpointRecord) -> None:
         """Open files that have been verified, or have just been written; see `open`."""
         self.directory, self.record = Path(directory), record
-        sizes = {name: entry.size for name, entry in record.files.items()}
-        self._reader = CheckpointReader(self.directory, sizes)
+        self._reader = CheckpointReader(self.directory, record.files)
         self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         check_index(self.directory, record, self._metadata)
 
     @classmethod

@@ -10,6 +10,7 @@ import io
 import pickle
 import struct
 import zipfile
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -96,15 +97,53 @@ _DTYPES = {
 }
 
 
-def view_tensor(archive: memoryview) -> Tensor | None:
-    """Return the tensor of an archive as a view of the archive's memory.
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where an archive holds a plain tensor.
+
+    Attributes:
+        dtype: Of the elements.
+        start: Byte of the archive at which the storage begins.
+        count: Elements of the storage.
+        first: Element of the storage that is the tensor's first.
+        size: Of the tensor.
+        stride: In elements.
+    """
+
+    dtype: torch.dtype
+    start: int
+    count: int
+    first: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def view(self, archive: memoryview) -> Tensor:
+        """Return the tensor as a view of the archive's memory (writable, or torch warns)."""
+        if 0 in self.size:
+            return torch.empty(self.size, dtype=self.dtype)
+        flat = torch.frombuffer(archive, dtype=self.dtype, count=self.count, offset=self.start)
+        return flat.as_strided(self.size, self.stride, self.first)
+
+    @property
+    def first_byte(self) -> int | None:
+        """Where in the archive its bytes begin; None if they are not in row-major order."""
+        expected = 1
+        for size, step in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if size != 1 and step != expected:
+                return None
+            expected *= size
+        return self.start + self.first * self.dtype.itemsize
+
+
+def locate_tensor(archive: memoryview) -> StoredTensor | None:
+    """Return where an archive holds its tensor.
 
     Args:
-        archive: Writable memory (torch warns of other), which is not written to.
+        archive: What `torch.save` wrote.
 
     Returns:
-        The tensor; None if the archive is not that of a plain tensor in this machine's byte order,
-        so that only `torch.load` knows what it is.
+        None if the archive is not that of a plain tensor in this machine's byte order, so that
+        only `torch.load` knows what it is.
     """
     try:
         # zipfile reads, seeks and tells, which _View does; its stub asks for a whole IO[bytes].
@@ -123,10 +162,18 @@ def view_tensor(archive: memoryview) -> Tensor | None:
     start = entry.header_offset + _LOCAL_HEADER + name + extra
     if entry.file_size != count * dtype.itemsize or start + entry.file_size > len(archive):
         return None
+    stored = StoredTensor(dtype, start, count, first, size, stride)
     if 0 in size:
-        return torch.empty(size, dtype=dtype)
+        return stored
     last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if min(first, *stride, 0) < 0 or last >= count:
-        return None
-    flat = torch.frombuffer(archive, dtype=dtype, count=count, offset=start)
-    return flat.as_strided(size, stride, first)
+    return None if min(first, *stride, 0) < 0 or last >= count else stored
+
+
+def view_tensor(archive: memoryview) -> Tensor | None:
+    """Return the tensor of an archive as a view of its memory, which is not written to.
+
+    Args:
+        archive: As for `locate_tensor`; writable memory (torch warns of other).
+    """
+    stored = locate_tensor(archive)
+    return None if stored is None else stored.view(archive)

@@ -1,12 +1,12 @@
 """DCP's file writer with checksums taken on the way, and its planner for state that was staged."""
 
 import os
-import zlib
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
+from isal.isal_zlib import crc32
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
@@ -31,7 +31,7 @@ class ChecksumStream:
         """Append bytes (anything with a buffer)."""
         view = memoryview(content)
         view = view if view.format == "B" and view.ndim == 1 else view.cast("B")
-        self._crc32 = zlib.crc32(view, self._crc32)
+        self._crc32 = crc32(view, self._crc32)
         self._file.write(view)
         self._size += view.nbytes
         return view.nbytes

@@ -163,7 +163,8 @@ def test_damage_is_named_with_the_checkpoint_to_use_instead(
         load_tensors(path, tensors)
     text = str(raised.value)
     assert str(path / name) in text and f"use --load {tmp_path / 'iter_0000005'} instead" in text
-    assert untouched(tensors)
+    if (name, damage) != ("__0_0.distcp", flip_a_bit):  # a shard is summed while it is read
+        assert untouched(tensors)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "megafp8.json"])
@@ -200,10 +201,10 @@ def load_shared(directory: str) -> str:
 
 def test_checksums_are_shared_and_all_ranks_hear_of_damage(ranks: Ranks, saved: Path) -> None:
     flip_a_bit(shard_of(saved))
-    # Files in order: .metadata (rank 0's share), __0_0.distcp (rank 1's).
     messages = ranks.run(load_shared, world_size=2, directory=str(saved))
     assert messages[0] == messages[1]
-    assert "rank 1: " in messages[0] and "__0_0.distcp is damaged" in messages[0]
+    # Both read it, one has summed it.
+    assert "rank 0: " in messages[0] and messages[0].count("__0_0.distcp is damaged") == 1
 
 
 def test_verify_files_compares_sizes_alone_on_request(saved: Path) -> None:

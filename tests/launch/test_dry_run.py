@@ -52,7 +52,8 @@ def test_the_configuration_printed_reads_back(
     path.write_text(text.split("# layout")[0])
     again = load_config(["--config", str(path)])
     assert again == load_config(["--config", str(CONFIGS / "tiny.yaml")])
-    assert yaml.safe_load(path.read_text())["optimizer"]["lr"] == 1.5e-3
+    optimizer = yaml.safe_load(path.read_text())["optimizer"]
+    assert (optimizer["lr"], optimizer["min_lr"]) == (8e-4, 8e-5)
 
 
 def test_batch_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
