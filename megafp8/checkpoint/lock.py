@@ -33,6 +33,10 @@ class FolderLock:
         folder: What is locked; it must exist.
         beat: Seconds between two signs of life.
         stale: Seconds without one after which an owner on another host counts as dead.
+
+    Attributes:
+        lost: Who has taken the lock from this job, in words; empty while it is held. This host may
+            have stood still for so long that another one thought it dead.
     """
 
     def __init__(self, folder: Path, beat: float = 5.0, stale: float = 30.0) -> None:
@@ -41,6 +45,7 @@ class FolderLock:
         self.beat = beat
         self.stale = stale
         self._token = os.urandom(8).hex()
+        self.lost = ""
         self._count = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -71,6 +76,15 @@ class FolderLock:
             self._remove_stale(owner)
         self._thread = threading.Thread(target=self._keep_alive, name="lock", daemon=True)
         self._thread.start()
+
+    def check(self) -> None:
+        """Find the folder still this job's.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        if self.lost:
+            raise CheckpointError(self.lost)
 
     def release(self) -> None:
         """Give the lock back; a second call, or one without the lock, does nothing."""
@@ -147,12 +161,24 @@ class FolderLock:
         limit = time.monotonic() + self.stale
         while time.monotonic() < limit:
             time.sleep(min(self.beat, self.stale) / 5)
+            self._look_anew()
             now = self._read()
             if now is None:
                 return False
             if now != owner:
                 return True
         return False
+
+    def _look_anew(self) -> None:
+        """Change the folder, so that this host asks the server for what others changed in it.
+
+        An NFS client may answer from its memory for up to a minute, with the file of a living
+        owner as it was: longer than an owner is waited for.
+        """
+        draft = self.path.with_name(f"{LOCK_NAME}.{self._token}.tmp")
+        with suppress(OSError):
+            draft.touch()
+            draft.unlink()
 
     def _remove_stale(self, owner: dict[str, Any]) -> None:
         """Take a dead owner's file away, and only that: another job may have been quicker."""
@@ -185,12 +211,12 @@ class FolderLock:
             self._count += 1
             owner = self._read()
             if owner is None or owner.get("token") != self._token:
-                _logger.error(
-                    "%s was taken away from this job (now %s): another job may be writing into %s",
-                    self.path,
-                    owner,
-                    self.path.parent,
+                now = owner or {}
+                self.lost = (
+                    f"{self.path} was taken away from this job by process {now.get('pid')} on "
+                    f"{now.get('host')}, or removed"
                 )
+                _logger.error("%s: nothing is saved to %s any more", self.lost, self.path.parent)
                 return
             draft = self.path.with_name(f"{LOCK_NAME}.{self._token}.tmp")
             try:

@@ -1,6 +1,6 @@
 """The folders of a run: found usable before the first step, by rank 0, for all ranks."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -67,8 +67,11 @@ def _save_dir(config: RunConfig, run_dir: Path) -> Path:
 
 
 @contextmanager
-def hold_save_dir(config: RunConfig, run_dir: Path) -> Generator[None, None, None]:
+def hold_save_dir(config: RunConfig, run_dir: Path) -> Generator[Callable[[], None], None, None]:
     """Make the folder of the checkpoints and keep other jobs out; a collective call.
+
+    Yields:
+        What raises a CheckpointError, on rank 0, once the folder is another job's all the same.
 
     Raises:
         CheckpointError: on all ranks; it cannot be written, or another job that lives has it.
@@ -82,9 +85,13 @@ def hold_save_dir(config: RunConfig, run_dir: Path) -> Generator[None, None, Non
         taken.acquire()
         lock.append(taken)
 
+    def check() -> None:
+        for taken in lock:
+            taken.check()
+
     on_first_rank(f"saving to {folder}", acquire, None)
     try:
-        yield
+        yield check
     finally:
         for taken in lock:
             taken.release()

@@ -1,6 +1,7 @@
 """The loop over iterations: batch, step, report, evaluate, save."""
 
 import math
+import signal
 import time
 from dataclasses import dataclass
 
@@ -121,13 +122,19 @@ class Loop:
                 log.info("%s came when all was done", signal_name(self._signal))
                 self._signal = 0
             if self._signal:
-                self._note_stop()
+                log.info(
+                    "stopping at iteration %d (%s)",
+                    self.state.iteration,
+                    signal_name(self._signal),
+                )
+                self._note_stop(self._signal)
             self.watch.place = f"the save after iteration {self.state.iteration}"
             self.saver.finish()
             settled = True
         except KeyboardInterrupt:
             settled = True
             self.saver.abandon()
+            self._note_stop(signal.SIGINT)
             raise KeyboardInterrupt(self._lost()) from None
         finally:
             if not settled:
@@ -143,15 +150,15 @@ class Loop:
             f"{self.saver.newest or 'none'} (SIGTERM or SIGUSR1 instead of Ctrl-C save first)"
         )
 
-    def _note_stop(self) -> None:
-        name = signal_name(self._signal)
-        log.info("stopping at iteration %d (%s)", self.state.iteration, name)
+    def _note_stop(self, number: int) -> None:
+        newest = self.saver.newest
         self.audit.write(
             "stop",
             self.state.iteration,
             action="exit",
             data_position={"consumed_samples": self.state.consumed_samples},
-            reason=name,
+            checkpoint_before=None if newest is None else str(newest),
+            reason=signal_name(number),
         )
 
     def _agree_on_signal(self) -> int:

@@ -1,6 +1,7 @@
 """One training run, from a checked configuration to the last checkpoint."""
 
 import random
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,10 @@ def _train(
 ) -> int:
     source = checkpoint_to_load(config)
     run_dir = open_run_dir(config)
-    with hold_save_dir(config, run_dir):
-        return _train_in(config, shape, mesh, datasets, signals, watch, run_dir, source, choice)
+    with hold_save_dir(config, run_dir) as ours:
+        return _train_in(
+            config, shape, mesh, datasets, signals, watch, run_dir, source, choice, ours
+        )
 
 
 def _train_in(
@@ -122,8 +125,9 @@ def _train_in(
     run_dir: Path,
     source: Path | None,
     choice: PrecisionChoice | None,
+    ours: Callable[[], None],
 ) -> int:
-    """Train in folders that are this job's alone."""
+    """Train in folders that are this job's alone; `ours` raises once they are not."""
     _seed_default_generators(config.training.seed)
     plan = build_plan(config, shape, mesh.layout)
     recipe = recipe_from_config(config)
@@ -155,6 +159,7 @@ def _train_in(
             state,
             audit,
             folder=save_dir,
+            ours=ours,
             newest=source,
             manifest_sha256=manifest,
             vocab_size=shape.vocab_size,

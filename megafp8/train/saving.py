@@ -1,9 +1,11 @@
 """When a run's checkpoints are written and what happens if one cannot be."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 from megafp8.checkpoint import Saver
+from megafp8.checkpoint.agree import on_first_rank
 from megafp8.config import RunConfig
 from megafp8.errors import CheckpointError, TrainingError
 from megafp8.log import get_logger
@@ -38,6 +40,7 @@ class RunSaver:
         audit: AuditLog,
         *,
         folder: Path,
+        ours: Callable[[], None],
         newest: Path | None,
         manifest_sha256: str | None,
         vocab_size: int,
@@ -51,12 +54,13 @@ class RunSaver:
             state: position; what is loaded into it counts as saved.
             audit: where saves and failures are noted.
             folder: of the checkpoints.
+            ours: raises, on rank 0, if the folder is another job's by now.
             newest: the checkpoint that was loaded.
             manifest_sha256: recorded in checkpoints.
             vocab_size: recorded in checkpoints.
         """
         self.config, self.mesh, self.step, self.state = config, mesh, step, state
-        self.audit, self.folder = audit, folder
+        self.audit, self.folder, self.ours = audit, folder, ours
         self.manifest_sha256, self.vocab_size = manifest_sha256, vocab_size
         # Writing takes longer than a step: a limit that fits collectives must not end it.
         timeout = mesh.world.timeout
@@ -68,9 +72,18 @@ class RunSaver:
         self.newest = newest
         self._positions: dict[int, int] = {}
         self._ending = False
+        self._refused: CheckpointError | None = None
 
     def save(self) -> None:
         """Save the present state, or begin to."""
+        self._refused = None
+        try:
+            on_first_rank(f"saving to {self.folder}", self.ours, None)
+        except CheckpointError as error:
+            self._refused = error
+            self._positions[self.state.iteration] = self.state.consumed_samples
+            self._ended(self.state.iteration, None, error)
+            return
         tensors, record = checkpoint_content(
             self.state, self.step, self.mesh, self.config, self.manifest_sha256, self.vocab_size
         )
@@ -98,7 +111,7 @@ class RunSaver:
         if self._saved != self.state.iteration:
             self.save()
             self._saver.wait()
-        error = self._saver.last_error
+        error = self._refused or self._saver.last_error
         if self._saved != self.state.iteration and error is not None:
             raise TrainingError(
                 f"iteration {self.state.iteration} is not saved, the last checkpoint is "

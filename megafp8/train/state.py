@@ -192,6 +192,12 @@ def load_run(
         log.warning("%s is of iteration %d by its record: that counts", path, record.iteration)
     check_same_run(path, record, config)
     tensors = state_tensors(step, with_optimizer, loading=True)
+    if with_optimizer and not any(name.startswith("optimizer.") for name in record.tensors):
+        raise CheckpointError(
+            f"{path} holds no optimizer state (a converted model, or one saved with "
+            "--no-save-optim); give --finetune to start from its weights at iteration 0, or "
+            f"--no-load-optim to go on at iteration {record.iteration} with moments of zero"
+        )
     registry = step.model.registry
     reduced = config.precision.fp8_reduce_amax
     scales = scale_targets(registry, record, step.mesh, reduced)

@@ -89,13 +89,27 @@ def test_a_process_id_that_was_given_away_again_is_not_the_owner(tmp_path: Path)
     again.release()
 
 
-def test_an_owner_on_another_host_is_judged_by_its_signs(tmp_path: Path) -> None:
+def test_an_owner_on_another_host_is_judged_by_its_signs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_owner(tmp_path)
     began = time.monotonic()
     lock = quick(tmp_path)
     lock.acquire()  # none came
     assert time.monotonic() - began >= 0.6
     lock.release()
+
+    changes = []
+    touch = Path.touch
+
+    def noted(path: Path, *arguments: Any) -> None:
+        changes.append(path.parent)
+        touch(path, *arguments)
+
+    monkeypatch.setattr(Path, "touch", noted)
+    write_owner(tmp_path)
+    quick(tmp_path).acquire()
+    assert len(changes) >= 5 and set(changes) == {tmp_path}, "a cached folder would never change"
 
     class Alive(FolderLock):
         reads = 0
@@ -184,3 +198,19 @@ def test_a_folder_that_turned_read_only_keeps_its_lock(
         patch.setattr(Path, "unlink", refuse)
         lock.release()
     assert ".lock could not be removed: [Errno 30]" in caplog.text
+
+
+def test_a_lock_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
+    """As from a host that stood still for longer than an owner is waited for."""
+    lock = quick(tmp_path)
+    lock.acquire()
+    lock.check()
+    write_owner(tmp_path, host="node7", pid=99)
+    limit = time.monotonic() + 10.0
+    while not lock.lost:
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    with pytest.raises(CheckpointError, match="taken away from this job by process 99 on node7"):
+        lock.check()
+    lock.release()
+    assert owner(tmp_path)["pid"] == 99, "it is the other job's now"

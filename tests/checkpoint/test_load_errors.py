@@ -167,6 +167,18 @@ def test_damage_is_named_with_the_checkpoint_to_use_instead(
         assert untouched(tensors)
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", "megafp8.json"])
+def test_a_file_of_another_checkpoint_is_noticed(tmp_path: Path, name: str) -> None:
+    """Of the same model and size, so that its bytes alone tell."""
+    older = save_checkpoint(tmp_path, 5, model(b_weight=torch.arange(4.0) + 1), record(5))
+    newer = save_checkpoint(tmp_path, 10, model(), record(10))
+    (older / name).rename(tmp_path / "aside")
+    (newer / name).rename(older / name)
+    (tmp_path / "aside").rename(newer / name)
+    with pytest.raises(CheckpointError, match="__0_0.distcp is damaged: crc32"):
+        load_tensors(newer, model(blank=True))
+
+
 def test_no_other_checkpoint_to_advise(saved: Path) -> None:
     cut(shard_of(saved))
     with pytest.raises(CheckpointError, match="no other complete checkpoint in"):

@@ -169,6 +169,50 @@ def test_it_is_not_deleted_meanwhile(
     assert count < len(seen) and all(seen) and not is_being_read(source)
 
 
+def by_hand(name: str) -> Tensor:
+    """Scale state whose numbers tell layer and linear: 10 * layer + 1 for fused q, k, v; 2 for fc1.
+
+    Of two tensor-parallel ranks the second has seen more in every other iteration.
+    """
+    number = 10.0 * int(name.split(".")[3]) + (1.0 if "linear_qkv" in name else 2.0)
+    if name.startswith("fp8."):
+        return torch.tensor(number) if name.endswith("scale") else number + torch.arange(8.0)
+    if name.endswith("scale"):
+        return torch.tensor([[number, number - 0.5]])
+    first = number + torch.arange(8.0)
+    return torch.stack((first, first + torch.tensor([1.0, -1.0] * 4)))[None]
+
+
+@pytest.mark.parametrize("name", ["1", "pp4", "pp2 vpp2", "zbv"])
+def test_scales_stay_with_their_layers_and_fused_linears(
+    source: Path, tmp_path: Path, name: str
+) -> None:
+    """Stages number their blocks from 0; names in a checkpoint count the model's layers."""
+    reader = TensorReader.open(source)
+    chosen = [
+        n for n in reader.names if n.startswith("fp8") and ("linear_qkv" in n or "linear_fc1" in n)
+    ]
+    assert len(chosen) == 4 * 2 * 4
+
+    def read(wanted: str) -> Tensor:
+        return by_hand(wanted) if wanted in chosen else reader.read(wanted)
+
+    holdings = [dict.fromkeys(reader.record.tensors)]
+    made, _ = write_streaming(tmp_path / "made", reader.record, holdings, read)
+    moved = TensorReader.open(reshard_checkpoint(made, tmp_path / "new", LAYOUTS[name]).path)
+    for layer in range(4):
+        for linear, digit in (("self_attention.linear_qkv", 1.0), ("mlp.linear_fc1", 2.0)):
+            number, stem = 10.0 * layer + digit, f"decoder.layers.{layer}.{linear}"
+            assert moved.read(f"fp8.{stem}.input.scale") == number
+            window = moved.read(f"fp8.{stem}.input.amax_history").tolist()
+            assert window == [number + step for step in range(8)]
+            # Merged from two tensor-parallel ranks: 0+1, 1+0, 2+1, 3+0 ... and the smaller scale.
+            own = f"fp8_local.{stem}.grad_output"
+            assert moved.read(f"{own}.scale").tolist() == [[number - 0.5]]
+            merged = [number + step + (step + 1) % 2 for step in range(8)]
+            assert moved.read(f"{own}.amax_history").tolist() == [[merged]]
+
+
 # ------------------------------------------------------------------------------ refusals
 
 

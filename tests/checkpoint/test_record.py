@@ -20,6 +20,12 @@ STORED_V1 = """{
 }"""
 
 
+# The same as version 2 wrote it: with the sum of its content.
+STORED_V2 = STORED_V1.replace(
+    '"format_version": 1', '"format_version": 2, "content_crc32": "1fea4630"'
+)
+
+
 def stored(**changes: Any) -> str:
     return json.dumps({**json.loads(STORED_V1), **changes})
 
@@ -36,6 +42,12 @@ def test_reads_version_1() -> None:
         files={"__0_0.distcp": FileEntry(size=12, crc32="00c0ffee")},
         format_version=1,
     )
+
+
+def test_reads_version_2() -> None:
+    first = CheckpointRecord.from_json(STORED_V1, PATH)
+    second = CheckpointRecord.from_json(STORED_V2, PATH)
+    assert second == dataclasses.replace(first, format_version=2)
 
 
 def test_an_older_record_is_written_in_the_newest_form() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -260,3 +261,21 @@ def test_the_second_job_in_a_folder_is_refused(tmp_path: Path) -> None:
     argv[argv.index("40")] = str(check_folder(tmp_path) + 1)
     train(1, argv, tmp_path / "third")
     assert not os.path.exists(tmp_path / "checkpoints" / ".lock")
+
+
+def test_a_job_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path) -> None:
+    argv = command(tmp_path, "--train-iters", "300", "--save-interval", "2")
+    lock = tmp_path / "checkpoints" / ".lock"
+    other = {"token": "f" * 16, "host": "node7", "pid": 99, "started": "5", "since": "x", "beat": 0}
+    patch = "tests.support.faults:slow_steps", {"seconds": 0.05}
+    with launched(1, argv, tmp_path / "logs", patch) as run:
+        run.wait_for("saved ")
+        while lock.exists() and json.loads(lock.read_text())["pid"] != 99:
+            lock.write_text(json.dumps(other))
+        run.wait_for("SAVE FAILED")
+        before = check_folder(tmp_path)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == [1], run.text()
+    last = run.output(0).strip().splitlines()[-1]
+    assert "is not saved" in last and "by process 99 on node7" in last and lock.exists()
+    assert check_folder(tmp_path) == before

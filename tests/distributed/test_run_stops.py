@@ -95,6 +95,8 @@ def test_ctrl_c_ends_all_ranks_at_once_in_one_line(tmp_path: Path, asynchronous:
     assert line.startswith("pretrain_gpt.py: interrupted at "), line
     assert f"the last checkpoint is {tmp_path}/checkpoints/iter_{reached:07d} (SIGTERM" in line
     assert reached >= 2 and not (tmp_path / "checkpoints" / ".lock").exists()
+    (stop,) = events(tmp_path, "stop")
+    assert stop["reason"] == "SIGINT" and stop["iteration"] >= reached
 
 
 def test_the_handler_can_be_left_out(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ STANDS_IN = {
     "python": """
 echo $$ > "$PID.tmp"; echo "$@" > "$ARGS"
 trap '[ -z "$SAVES" ] || echo iter_0000007 > "$RUN_DIR/checkpoints/latest"; exit 1' USR1
+eval "$SLOW"
 mv "$PID.tmp" "$PID"
 [ -z "$ENDS" ] || exit "$ENDS"
 while true; do sleep 0.02; done
@@ -43,7 +44,7 @@ def start(tmp_path: Path, **more: str) -> subprocess.Popen[str]:
         **{"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NAME": "job", "SLURM_JOB_ID": "4242"},
         **{"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "node1"},
         **{"LOG": str(tmp_path / "log"), "PID": str(tmp_path / "pid")},
-        **{"ARGS": str(tmp_path / "args"), "SAVES": "", "ENDS": "", **more},
+        **{"ARGS": str(tmp_path / "args"), "SAVES": "", "ENDS": "", "SLOW": "", **more},
     }
     return subprocess.Popen(
         ["bash", str(SCRIPT), "--train-iters", "9"],
@@ -74,6 +75,19 @@ def test_a_notice_saves_and_queues_the_job_again(tmp_path: Path, number: int) ->
     assert "--rdzv-id 4242.0 " in words and "SIGUSR1" in words
     checkpoints = tmp_path / "run" / "checkpoints"
     assert f"--save {checkpoints} --load {checkpoints} --train-iters 9" in words
+
+
+def test_a_second_notice_does_not_disturb_the_save(tmp_path: Path) -> None:
+    """The time limit's and a preemption's may both come; torchrun ends at once at its second."""
+    slow = "trap 'sleep 1; echo iter_0000007 > \"$RUN_DIR/checkpoints/latest\"; exit 1' USR1"
+    job = start(tmp_path, SLOW=slow)
+    wait_for(tmp_path / "pid")
+    job.send_signal(signal.SIGUSR1)
+    wait_for(tmp_path / "log")
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=30)
+    assert job.returncode == 0 and output.count("asked to stop") == 1, output
+    assert (tmp_path / "log").read_text() == "scancel --signal=USR1 4242\nrequeue 4242\n"
 
 
 def test_a_job_that_saved_nothing_is_not_queued_again(tmp_path: Path) -> None:

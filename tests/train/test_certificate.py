@@ -9,6 +9,7 @@ import pytest
 from megafp8.checkpoint.find import read_record
 from megafp8.checkpoint.rewrite import write_streaming
 from megafp8.checkpoint.streaming import TensorReader
+from megafp8.errors import CheckpointError
 from megafp8.train.state import Certificate, TrainState, load_run, save_state
 from tests.model.small import (
     FP8,
@@ -101,3 +102,14 @@ def test_half_a_scale_state_counts_as_none(tmp_path: Path, tail: str) -> None:
         "defaulted": 2,
         "dropped": 0,
     }
+
+
+def test_a_checkpoint_without_optimizer_state_says_what_to_give(tmp_path: Path) -> None:
+    path = saved(tmp_path, {**FP8, "no_save_optim": True})
+    with pytest.raises(CheckpointError, match="holds no optimizer state .* give --finetune") as one:
+        certificate(path, FP8)
+    assert "--no-load-optim to go on at iteration 1" in str(one.value)
+    names = read_record(path).tensors
+    for flag in ("finetune", "no_load_optim"):
+        found = certificate(path, {**FP8, "load": str(path), flag: True})
+        assert found.tensors["loaded"] == len(names) and found.tensors["defaulted"] == 0

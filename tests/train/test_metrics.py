@@ -210,3 +210,20 @@ def test_progress_is_drawn_on_terminals_only():
     bar.close()
     assert "4/10" in screen.getvalue()
     assert "loss 2.5000" in screen.getvalue() and "2,048 tokens/s" in screen.getvalue()
+
+
+def test_nobody_who_reads_along_is_no_reason_to_stop(tmp_path, monkeypatch, caplog):
+    """`... | tee log` whose reader has died, or a log file on a full disk."""
+
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    with caplog.at_level("WARNING", logger="megafp8"), monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", Gone())
+        out = writer(tmp_path, log_interval=1)
+        for iteration in (1, 2, 3):
+            out.write(metrics(iteration))
+        out.close()
+    assert [entry["iteration"] for entry in read_metrics(tmp_path)] == [1, 2, 3]
+    assert len(caplog.records) == 1 and "stdout: [Errno 32] Broken pipe" in caplog.text
