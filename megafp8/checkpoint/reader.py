@@ -94,13 +94,13 @@ class CheckpointReader(FileSystemReader):
         for name, items in by_file.items():
             try:
                 self._read_file(name, items, planner, name in verified)
-            except CheckpointError:
-                self._raise_if_damaged(name)
-                raise
             except OSError as error:
                 raise CheckpointError(
                     f"{self.directory / name} cannot be read: {error.strerror or error}"
                 ) from error
+            except Exception:  # damaged bytes raise nearly any type: what they are comes first
+                self._raise_if_damaged(name)
+                raise
 
     def _read_file(
         self, name: str, items: list[ReadItem], planner: LoadPlanner, verify: bool

@@ -154,12 +154,12 @@ def locate_tensor(archive: memoryview) -> StoredTensor | None:
             entry = files.getinfo(names[f"data/{key}"])
             order = files.read(names["byteorder"]) if "byteorder" in names else b"little"
         dtype = _DTYPES[storage]
-    except (_NotPlain, KeyError, ValueError, TypeError, zipfile.BadZipFile, pickle.PickleError):
+        start = entry.header_offset + _LOCAL_HEADER
+        start += sum(struct.unpack_from("<HH", archive, start - 4))  # lengths of name and extra
+    except Exception:  # on damaged bytes zipfile, pickle and struct raise nearly any type
         return None
     if order != b"little" or entry.compress_type != zipfile.ZIP_STORED:
         return None
-    name, extra = struct.unpack_from("<HH", archive, entry.header_offset + _LOCAL_HEADER - 4)
-    start = entry.header_offset + _LOCAL_HEADER + name + extra
     if entry.file_size != count * dtype.itemsize or start + entry.file_size > len(archive):
         return None
     stored = StoredTensor(dtype, start, count, first, size, stride)

@@ -2,7 +2,7 @@
 
 Letters: m tokens, k in features, n out features. Data are codes, each with its scale_inv.
 
-    fprop  y  [m, n] = x  [m, k] @ w  [n, k]^T     E4M3 x E4M3   fast accumulation
+    fprop  y  [m, n] = x  [m, k] @ w  [n, k]^T     E4M3 x E4M3   fast accumulation (blocks: split)
     dgrad  dx [m, k] = dy [m, n] @ w  [n, k]       E5M2 x E4M3   split accumulation
     wgrad  dw [n, k] = dy [m, n]^T @ x [m, k]      E5M2 x E4M3   split accumulation
 

@@ -179,6 +179,18 @@ def test_a_file_of_another_checkpoint_is_noticed(tmp_path: Path, name: str) -> N
         load_tensors(newer, model(blank=True))
 
 
+def test_damage_inside_an_archive_is_named_too(saved: Path) -> None:
+    """The headers of a shard are looked at before its sum is known; `zipfile` raises all sorts."""
+    shard = shard_of(saved)
+    whole = shard.read_bytes()
+    for position in range(0, len(whole), 11):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        shard.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged: crc32 .*; no other"):
+            load_tensors(saved, model(blank=True))
+
+
 def test_no_other_checkpoint_to_advise(saved: Path) -> None:
     cut(shard_of(saved))
     with pytest.raises(CheckpointError, match="no other complete checkpoint in"):
