@@ -1,10 +1,12 @@
 """The offline tools on bad disks, and killed or interrupted: the source stays, no half is taken."""
 
 import errno
+import fcntl
 import hashlib
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,6 +166,21 @@ def test_sigkill_at_any_moment(tmp_path: Path, sources: dict[str, Path], tool: s
             assert not any(path.name.startswith(("tmp_", ".")) for path in out.iterdir())
     assert inside > 0
     assert digests(source) == before
+
+
+def test_a_living_conversion_s_folder_is_left_alone(
+    tmp_path: Path, sources: dict[str, Path]
+) -> None:
+    other = tmp_path / ".out.0123abcd.partial"
+    (other / "deep").mkdir(parents=True)
+    descriptor = os.open(other, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    TOOLS["to_hf"](sources["to_hf"], tmp_path / "out")
+    assert (other / "deep").is_dir()
+    os.close(descriptor)  # as the end of its process does
+    shutil.rmtree(tmp_path / "out")
+    TOOLS["to_hf"](sources["to_hf"], tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # ----------------------------------------------------------------------------------- interrupted
