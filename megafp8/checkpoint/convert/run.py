@@ -39,7 +39,6 @@ from megafp8.checkpoint.files import reading, sync_directory
 from megafp8.checkpoint.rewrite import made_folders
 from megafp8.errors import CheckpointError
 
-FORMATS = ("hf", "megatron", "megafp8")
 BAKED = ("static", "dynamic", "blockwise")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -49,8 +48,8 @@ class ConvertOptions:
     """What the tool was asked for.
 
     Attributes:
-        source: one of FORMATS.
-        target: one of FORMATS.
+        source: hf, megatron or megafp8.
+        target: hf, megatron or megafp8.
         load: folder that holds the source.
         save: folder to make; it must not exist.
         dtype: of the weights written, a key of DTYPES or "keep".
