@@ -165,6 +165,11 @@ def _model(
 ) -> tuple[dict[str, Any], int | None]:
     """Section `model` and the vocabulary size, from the settings or from a file."""
     if config_file is not None:
+        if args:
+            raise CheckpointError(
+                f"--config {config_file}: {source} holds the model's args, which count; leave "
+                "--config out"
+            )
         config = load_config(["--config", str(config_file)])
         return config.model.model_dump(), config.known_vocab_size
     if not args:

@@ -130,6 +130,18 @@ def _check(options: ConvertOptions) -> None:
         )
     if options.config is not None and options.source != "megatron":
         raise CheckpointError("--config describes a Megatron model; leave it out here")
+    if options.config is not None:
+        for name in ("seq_length", "make_vocab_size_divisible_by"):
+            value = getattr(options, name)
+            if value is not None:
+                raise CheckpointError(
+                    f"--{name.replace('_', '-')} {value}: --config {options.config} describes the "
+                    f"model; give {name} there"
+                )
+    if options.ignore_config_fields and options.source != "hf":
+        raise CheckpointError(
+            f"--ignore-config-field is for --from hf, found --from {options.source}; leave it out"
+        )
     if options.seq_length is not None and options.source == "megafp8":
         raise CheckpointError("--seq-length: a megafp8 checkpoint has its own; leave it out")
     _bytes(options.max_shard_size)
