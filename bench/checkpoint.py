@@ -24,8 +24,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -137,6 +138,20 @@ def measure(
     dist.destroy_process_group()
 
 
+def wait_for_rows(queue: Any, ranks: Sequence[Any], seconds: float) -> list[dict[str, float]]:
+    """What rank 0 measured; ends the program if a rank dies before that, or time runs out."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return queue.get(timeout=1)
+        except Empty:
+            codes = [process.exitcode for process in ranks]
+        if any(code not in (None, 0) for code in codes):
+            sys.exit(f"bench/checkpoint.py: a rank died, exit codes by rank: {codes}")
+        if time.monotonic() > until:
+            sys.exit(f"bench/checkpoint.py: no result after {seconds:g} s")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=1.0)
@@ -161,10 +176,13 @@ def main() -> int:
     try:
         for process in ranks:
             process.start()
-        rows = queue.get(timeout=560)
+        rows = wait_for_rows(queue, ranks, 560)
         for process in ranks:
             process.join()
     finally:
+        for process in ranks:  # those that wait for one that died
+            process.kill()
+            process.join()
         shutil.rmtree(folder)
     print(f"{total / 2**30:.2f} GiB of state, {arguments.ranks} ranks, {len(rows)} rounds")
     for name in rows[0]:

@@ -33,7 +33,7 @@ def main() -> int:
         type=int,
         help="padding of the vocabulary (128; a checkpoint's own is kept)",
     )
-    parser.add_argument("--seq-length", type=int, help="context in config.yaml (at most 4096)")
+    parser.add_argument("--seq-length", type=int, help="context in config.yaml")
     parser.add_argument("--max-shard-size", default="5GB", help="of one safetensors file")
     parser.add_argument(
         "--ignore-config-field", nargs="+", default=[], metavar="NAME", help="of config.json"

@@ -22,7 +22,7 @@ def tokens() -> Tensor:
 
 def run_convert(source: str, target: str, load: Path, save: Path, **more: Any) -> list[str]:
     """Convert with the small context that `logits` needs."""
-    if source != "megafp8":
+    if source != "megafp8" and more.get("config") is None:
         more = {"seq_length": LENGTH, **more}
     return convert(ConvertOptions(source, target, Path(load), Path(save), **more))
 

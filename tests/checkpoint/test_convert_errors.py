@@ -208,6 +208,21 @@ def test_an_unknown_field_can_be_ignored_by_name(tmp_path: Path) -> None:
     )
 
 
+def test_a_name_to_ignore_that_changes_nothing_is_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "in", pretraining_tp=2, surprising_flag=3)
+    ignored = ("pretraining_tp", "surprising_flag")
+    for name, words in (
+        ("surprising_flg", "config.json has no such field"),
+        ("hidden_size", "the model is built from it"),
+    ):
+        match = f"--ignore-config-field {name}: .*{words}"
+        refused(folder, match, ignore_config_fields=(*ignored, name))
+    run_convert("hf", "megafp8", folder, tmp_path / "ours", ignore_config_fields=ignored)
+    for source in ("megafp8", "megatron"):
+        with pytest.raises(CheckpointError, match=f"is for --from hf, found --from {source}"):
+            run_convert(source, "hf", tmp_path, tmp_path / "out", ignore_config_fields=ignored)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "match"),
     [

@@ -110,6 +110,19 @@ def test_blockwise(tmp_path: Path) -> None:
     assert config["weight_block_size"] == [128, 128] and config["activation_scheme"] == "dynamic"
 
 
+def test_a_block_of_zeros_has_the_factor_one(tmp_path: Path) -> None:
+    tensors, name = weights(), "model.layers.0.mlp.up_proj.weight"
+    tensors[name][:128, :128] = 0
+    folder = make_folder(tmp_path / "in", tensors)
+    run_convert("hf", "hf", folder, tmp_path / "out", fp8="blockwise")
+    found = load_file(tmp_path / "out/model.safetensors")
+    factors = found[f"{name}_scale_inv"]
+    assert factors[0, 0] == 1 and not found[name][:128, :128].float().any()
+    edge = tensors[name][:128, 128:]
+    assert edge.shape[1] < 128
+    assert torch.isclose(factors[0, 1], edge.abs().max() / 448, rtol=1e-6)
+
+
 def test_static_takes_the_checkpoint_s_scales(trained: Path, tmp_path: Path) -> None:
     run_convert("megafp8", "hf", trained, tmp_path / "out", fp8="static")
     found, source = load_file(tmp_path / "out/model.safetensors"), weights()

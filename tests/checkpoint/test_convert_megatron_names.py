@@ -254,6 +254,18 @@ def test_settings_that_mean_something_else(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_configuration_and_what_it_would_override(release: Path, tmp_path: Path) -> None:
+    """Nothing that was given is dropped: neither by --config nor from the stored settings."""
+    out, config = tmp_path / "out", tmp_path / "model.yaml"
+    for name in ("seq_length", "make_vocab_size_divisible_by"):
+        flag = f"--{name.replace('_', '-')} 32"
+        with pytest.raises(CheckpointError, match=f"{flag}: --config .*; give {name} there"):
+            run_convert("megatron", "hf", release, out, config=config, **{name: 32})
+    with pytest.raises(CheckpointError, match="--config .*: .*common.pt holds the model's args"):
+        run_convert("megatron", "hf", release, out, config=config)
+    assert not out.exists()
+
+
 def test_entries_are_ours_whatever_the_spec(release: Path) -> None:
     names = DistTensors(release).entries
     assert "decoder.layers.1.pre_mlp_layernorm.weight" in names

@@ -29,11 +29,18 @@ from megafp8.checkpoint.convert.safetensors_files import (
 )
 from megafp8.checkpoint.convert.view import Checksums, ModelView
 from megafp8.errors import CheckpointError
-from megafp8.numerics.formats import E4M3
-from megafp8.numerics.quantize import compute_amax, decode, quantize
-from megafp8.numerics.registry import next_scale
+from megafp8.numerics import (
+    E4M3,
+    QuantizedTensor,
+    Recipe,
+    compute_amax,
+    quantize,
+    quantize_blocks,
+)
+from megafp8.numerics.scales import current_scale
 
 BLOCK = 128
+_BLOCKWISE = Recipe(name="blockwise")
 SCALES_NAME = "fp8_scales.safetensors"
 
 
@@ -145,7 +152,8 @@ def _fp8_item(view: ModelView, route: Route, plan: Fp8Plan) -> Item:
         scale = weight_scale(view, route.ours, ours)
         for part in route.split(ours):
             if plan.mode == "blockwise":
-                tensors += quantize_blocks(part)
+                blocks = quantize_blocks(part, (BLOCK, BLOCK), E4M3, _BLOCKWISE)[0]
+                tensors += [blocks.data, blocks.scale_inv]
                 continue
             tensors += [quantize(part, scale, E4M3), 1.0 / scale]
             if plan.mode == "static":
@@ -158,7 +166,6 @@ def _fp8_item(view: ModelView, route: Route, plan: Fp8Plan) -> Item:
 
 def weight_scale(view: ModelView, name: str, weight: Tensor) -> Tensor:
     """The checkpoint's scale of a weight; the tensor's own where there is none or it saturates."""
-    one = torch.ones(())
     amax = compute_amax(weight)
     if not bool(amax.isfinite()):
         raise CheckpointError(f"{view.path}: {name} holds values that are not finite")
@@ -167,32 +174,7 @@ def weight_scale(view: ModelView, name: str, weight: Tensor) -> Tensor:
         scale = view.read_scale(stored)
         if bool(amax * scale <= E4M3.max):
             return scale
-    return next_scale(amax, one, torch.tensor(E4M3.max), 0)
-
-
-def quantize_blocks(weight: Tensor) -> list[Tensor]:
-    """[n, k] -> codes [n, k] and factors fp32 [ceil(n/128), ceil(k/128)]; edge blocks are smaller.
-
-    Cases: a block of zeros -> scale 1; otherwise 448 / amax of the block.
-    """
-    rows, columns = weight.shape
-    codes = torch.empty(rows, columns, dtype=E4M3.dtype)
-    factors = torch.empty(-(-rows // BLOCK), -(-columns // BLOCK))
-    maximum, one = torch.tensor(E4M3.max), torch.ones(())
-    for i in range(factors.shape[0]):
-        for j in range(factors.shape[1]):
-            area = (slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK))
-            block = weight[area]
-            scale = next_scale(compute_amax(block), one, maximum, 0)
-            codes[area] = quantize(block, scale, E4M3)
-            factors[i, j] = 1.0 / scale
-    return [codes, factors]
-
-
-def expand_blocks(factors: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Block factors -> one factor for each element."""
-    whole = factors.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return whole[: shape[0], : shape[1]]
+    return current_scale(amax, E4M3)
 
 
 def verify_fp8(
@@ -237,11 +219,12 @@ def _within_rounding(files: SafetensorsFolder, name: str, codes: Tensor, part: T
     """|decoded - x| <= 2^-4 |x|, or half of the smallest step where x is subnormal."""
     blocks = f"{name}_scale_inv"
     if blocks in files.entries:
-        factors = expand_blocks(files.read(blocks), tuple(codes.shape))
+        quantized = QuantizedTensor(codes, files.read(blocks), E4M3, block=(BLOCK, BLOCK))
     else:
-        factors = files.read(f"{name}_scale")
+        quantized = QuantizedTensor(codes, files.read(f"{name}_scale"), E4M3)
+    factors = quantized.spread_scale_inv()
     x = part.float()
-    difference = (decode(codes, torch.float32) * factors - x).abs()
+    difference = (quantized.dequantize(torch.float32) - x).abs()
     # A hair more than half a step: scale and factor are rounded themselves.
     bound = torch.maximum(x.abs() * 2.0**-4, factors * (E4M3.smallest_subnormal / 2))
     return bool((difference <= bound * (1 + 1e-5)).all())

@@ -28,7 +28,7 @@ _QWEN3_HEAD_DIM = 128  # transformers' default where the file has none
 
 
 @dataclass(frozen=True)
-class Described:
+class HfModel:
     """What a `config.json` says.
 
     Attributes:
@@ -44,7 +44,7 @@ class Described:
     tied: bool
 
 
-def describe(fields: Fields, seq_length: int | None, divisible_by: int) -> Described:
+def describe(fields: Fields, seq_length: int | None, divisible_by: int) -> HfModel:
     """Translate a `config.json`.
 
     Args:
@@ -72,7 +72,7 @@ def describe(fields: Fields, seq_length: int | None, divisible_by: int) -> Descr
         "seq_length": seq_length or min(longest, LONGEST_DEFAULT_CONTEXT),
         "make_vocab_size_divisible_by": divisible_by,
     }
-    return Described(model_type, model, vocab_size, tied)
+    return HfModel(model_type, model, vocab_size, tied)
 
 
 def _heads(heads: int, groups: int) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Fields:
     def __init__(self, path: Path, values: Mapping[str, Any], ignored: Collection[str]) -> None:
         self.path, self.values, self.ignored = path, values, ignored
         self._taken: set[str] = set()
+        self._passed: set[str] = set()  # ignored where a value is compared
 
     def error(self, name: str, allowed: str) -> CheckpointError:
         """The refusal of a field's value."""
@@ -102,6 +103,7 @@ class Fields:
             CheckpointError: the model computes something that ours does not.
         """
         if name in self.ignored:
+            self._passed.add(name)
             return
         if name in self.values and self.get(name) not in allowed:
             raise self.error(name, " or ".join(map(str, allowed)) + " (the rest is not built)")
@@ -110,8 +112,17 @@ class Fields:
         """Refuse fields that were not taken and may change what the model computes.
 
         Raises:
-            CheckpointError: naming them.
+            CheckpointError: naming them, or a name to ignore that changes nothing.
         """
+        for name in self.ignored:
+            if name not in self.values:
+                raise CheckpointError(
+                    f"--ignore-config-field {name}: {self.path} has no such field"
+                )
+            if name in self._taken - self._passed:
+                raise CheckpointError(
+                    f"--ignore-config-field {name}: the model is built from it; leave it out"
+                )
         unknown = [
             name
             for name, value in self.values.items()

@@ -31,6 +31,7 @@ from megafp8.checkpoint.convert.megatron_legacy import (
     legacy_folders,
     notes_of,
 )
+from megafp8.checkpoint.convert.megatron_names import LAYERS, NORMS, canonical
 from megafp8.checkpoint.convert.routes import Route, same, vocabulary
 from megafp8.checkpoint.convert.safe_pickle import load_pickled, settings_of
 from megafp8.checkpoint.convert.safetensors_files import Described
@@ -47,12 +48,6 @@ JSON_NAME = "metadata.json"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 VERSIONS = (2.0, 3.0)
-LAYERS = "decoder.layers."
-# The TE spec's names, which the local spec takes for its checkpoints too, and ours.
-_NORMS = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
 # Linears for which Megatron stores a state of its own beside the weights; empty without FP8.
 _STATEFUL = (
     "self_attention.linear_qkv",
@@ -170,6 +165,11 @@ def _model(
 ) -> tuple[dict[str, Any], int | None]:
     """Section `model` and the vocabulary size, from the settings or from a file."""
     if config_file is not None:
+        if args:
+            raise CheckpointError(
+                f"--config {config_file}: {source} holds the model's args, which count; leave "
+                "--config out"
+            )
         config = load_config(["--config", str(config_file)])
         return config.model.model_dump(), config.known_vocab_size
     if not args:
@@ -225,13 +225,6 @@ class DistTensors:
     def read(self, name: str) -> Tensor:
         """One tensor of one layer."""
         return self._tensors.read(*self._where[name])
-
-
-def canonical(name: str) -> str:
-    """A tensor's name with norms as modules of their own."""
-    for theirs, ours in _NORMS.items():
-        name = name.replace(theirs, ours)
-    return name
 
 
 def _routes(shape: ModelShape, rows: int) -> list[Route]:
@@ -315,7 +308,7 @@ def _piece(spec: ParameterSpec, route: Route, shape: ModelShape, dtype: torch.dt
     if spec.layer is None:
         return Piece.whole(spec.name, sizes, dtype)
     rest = spec.name.removeprefix(f"{LAYERS}{spec.layer}.")
-    for theirs, ours in _NORMS.items():
+    for theirs, ours in NORMS.items():
         rest = theirs + rest.removeprefix(ours) if rest.startswith(ours) else rest
     offsets = (spec.layer, *(0 for _ in sizes))
     return Piece(LAYERS + rest, (shape.num_layers, *sizes), dtype, offsets, (1, *sizes))

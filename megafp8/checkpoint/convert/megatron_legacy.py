@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.convert.dcp_reader import is_empty
+from megafp8.checkpoint.convert.megatron_names import LAYERS, canonical
 from megafp8.checkpoint.convert.safe_pickle import load_pickled
 from megafp8.checkpoint.convert.safetensors_files import Described
 from megafp8.checkpoint.convert.view import listed
@@ -18,12 +19,7 @@ from megafp8.errors import CheckpointError
 
 EXTRA_STATE = "_extra_state"
 FILE_NAME = "model_optim_rng.pt"
-LAYERS = "decoder.layers."
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
-_NORMS = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
 # Dimension that tensor parallelism splits, by module and kind; the rest is equal on all ranks.
 _SPLIT = {
     ("word_embeddings", "weight"): 0,
@@ -180,9 +176,7 @@ def _coordinates(path: Path) -> tuple[int, int]:
 
 
 def _global_name(key: str, first: int) -> str:
-    key = key.removeprefix("module.")
-    for theirs, ours in _NORMS.items():
-        key = key.replace(theirs, ours)
+    key = canonical(key.removeprefix("module."))
     match = re.match(rf"{re.escape(LAYERS)}(\d+)\.(.*)", key)
     if match is None:
         return key

@@ -239,7 +239,7 @@ def _final_config(view: ModelView, final: Path) -> RunConfig:
 
 
 def _plain(config: RunConfig) -> dict[str, dict[str, object]]:
-    """What differs from the defaults, by section, and the training section whole."""
+    """What differs from the defaults, by section; no section that has nothing of its own."""
     kept: dict[str, dict[str, object]] = {}
     for name, section in config.to_dict().items():
         fields = SECTIONS[name].model_fields

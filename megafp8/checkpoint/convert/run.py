@@ -39,7 +39,6 @@ from megafp8.checkpoint.files import reading, sync_directory
 from megafp8.checkpoint.rewrite import made_folders
 from megafp8.errors import CheckpointError
 
-FORMATS = ("hf", "megatron", "megafp8")
 BAKED = ("static", "dynamic", "blockwise")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -49,8 +48,8 @@ class ConvertOptions:
     """What the tool was asked for.
 
     Attributes:
-        source: one of FORMATS.
-        target: one of FORMATS.
+        source: hf, megatron or megafp8.
+        target: hf, megatron or megafp8.
         load: folder that holds the source.
         save: folder to make; it must not exist.
         dtype: of the weights written, a key of DTYPES or "keep".
@@ -131,6 +130,18 @@ def _check(options: ConvertOptions) -> None:
         )
     if options.config is not None and options.source != "megatron":
         raise CheckpointError("--config describes a Megatron model; leave it out here")
+    if options.config is not None:
+        for name in ("seq_length", "make_vocab_size_divisible_by"):
+            value = getattr(options, name)
+            if value is not None:
+                raise CheckpointError(
+                    f"--{name.replace('_', '-')} {value}: --config {options.config} describes the "
+                    f"model; give {name} there"
+                )
+    if options.ignore_config_fields and options.source != "hf":
+        raise CheckpointError(
+            f"--ignore-config-field is for --from hf, found --from {options.source}; leave it out"
+        )
     if options.seq_length is not None and options.source == "megafp8":
         raise CheckpointError("--seq-length: a megafp8 checkpoint has its own; leave it out")
     _bytes(options.max_shard_size)
