@@ -20,6 +20,7 @@ from megafp8.parallel.traffic import summarize
 from megafp8.parallel.watch import Watch
 from megafp8.precision import AuditLog
 from megafp8.train.batch_size import BatchSizeSchedule
+from megafp8.train.folders import device_name
 from megafp8.train.measure import memory_peak_bytes, parameter_norm
 from megafp8.train.metrics import IterationMetrics, MetricsWriter
 from megafp8.train.saving import RunSaver
@@ -85,10 +86,8 @@ class Loop:
                 layout.dp,
             )
         self._flops_per_token = training_flops_per_token(self.shape)
-        device = self.mesh.world.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         precision = "fp8" if self.config.precision.fp8 else self.config.precision.compute_dtype
-        self._peak_tflops = peak_tflops(name, precision)
+        self._peak_tflops = peak_tflops(device_name(self.mesh.world.device), precision)
 
     def run(self) -> int:
         """Train to the end, or to the exit interval, duration or signal; the last state is saved.
