@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megafp8.errors import CheckpointError
+from megafp8.errors import CheckpointError, MegaFP8Error
 
 T = TypeVar("T")
 
@@ -39,6 +39,17 @@ def on_all_ranks(step: str, work: Callable[[], T], group: dist.ProcessGroup | No
     Raises:
         CheckpointError: on every rank, if `work` raised on any of them.
     """
+    outcomes, error = _outcomes(work, group)
+    failures = {rank: text for rank, (_, text) in enumerate(outcomes) if text is not None}
+    if failures:
+        raise CheckpointError(f"{step}: {join_failures(failures, len(outcomes))}") from error
+    return [cast(T, value) for value, _ in outcomes]
+
+
+def _outcomes(
+    work: Callable[[], T], group: dist.ProcessGroup | None
+) -> tuple[list[tuple[T | None, str | None]], Exception | None]:
+    """Return each rank's (result, failure), and this rank's own exception."""
     error: Exception | None = None
     outcome: tuple[T | None, str | None]
     try:
@@ -51,10 +62,7 @@ def on_all_ranks(step: str, work: Callable[[], T], group: dist.ProcessGroup | No
     if size > 1:
         outcomes = outcomes * size
         dist.all_gather_object(outcomes, outcome, group=group)
-    failures = {rank: text for rank, (_, text) in enumerate(outcomes) if text is not None}
-    if failures:
-        raise CheckpointError(f"{step}: {join_failures(failures, size)}") from error
-    return [cast(T, value) for value, _ in outcomes]
+    return outcomes, error
 
 
 def on_first_rank(step: str, work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
@@ -68,13 +76,17 @@ def on_first_rank(step: str, work: Callable[[], T], group: dist.ProcessGroup | N
     def first_only() -> T | None:
         return work() if rank == 0 else None
 
-    return cast(T, on_all_ranks(step, first_only, group)[0])
+    outcomes, error = _outcomes(first_only, group)
+    value, failure = outcomes[0]
+    if failure is not None:
+        raise CheckpointError(f"{step}: {failure}") from error
+    return cast(T, value)
 
 
 def describe(error: BaseException) -> str:
     """Return an error as one line; the type is left out where the message was written for users."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, MegaFP8Error) else f"{type(error).__name__}: {text}"
 
 
 def join_failures(failures: dict[int, str], size: int) -> str:

@@ -78,9 +78,10 @@ def reading(directory: Path) -> Generator[None, None, None]:
 def is_being_read(directory: Path) -> bool:
     """Tell whether a process is inside `reading` for a checkpoint."""
     try:
-        descriptor = os.open(directory / RECORD_NAME, os.O_RDONLY)
+        # NFS makes `flock` from locks of byte ranges, where an exclusive one needs a writable file.
+        descriptor = os.open(directory / RECORD_NAME, os.O_RDWR)
     except OSError:
-        return False
+        return False  # a read-only one cannot be asked; nor, most likely, deleted
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

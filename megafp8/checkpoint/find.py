@@ -43,7 +43,7 @@ def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
     """
     load_dir = Path(load_dir).absolute()
     if load_dir.exists() and not load_dir.is_dir():
-        raise CheckpointError(f"--load {load_dir} is a file, expected a directory")
+        raise CheckpointError(f"{load_dir} is a file, expected a directory")
     if iteration_of(load_dir.name) is not None or is_complete(load_dir):
         return _exactly(load_dir)
     if not load_dir.is_dir():
@@ -58,10 +58,10 @@ def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
     if not complete:
         if named is not None or any(iteration_of(path.name) is not None for path in partial):
             found = ", ".join(path.name for path in partial) or f"{LATEST_NAME} naming {named!r}"
-            raise CheckpointError(
-                f"--load {load_dir} holds no usable checkpoint, found {found};"
-                " give another --load, or an empty directory to start fresh"
-            )
+            do = "give another --load, or an empty directory to start fresh"
+            if not to_load:
+                do = "give another --save, or remove what is partial there"
+            raise CheckpointError(f"{load_dir} holds no usable checkpoint, found {found}; {do}")
         if to_load:
             _refuse_what_is_meant_otherwise(load_dir)
         return None
@@ -95,7 +95,7 @@ def _refuse_what_is_meant_otherwise(folder: Path) -> None:
         what, do = "no checkpoint, its folder checkpoints does", f"give --load {within}"
     else:
         return
-    raise CheckpointError(f"--load {folder} holds {what}; {do}")
+    raise CheckpointError(f"{folder} holds {what}; {do}")
 
 
 def _exactly(directory: Path) -> Path:
@@ -105,7 +105,7 @@ def _exactly(directory: Path) -> Path:
         state = f"is partial (no {RECORD_NAME})"
     else:
         state = "does not exist"
-    raise CheckpointError(f"--load {directory} {state}{advice(directory)}")
+    raise CheckpointError(f"{directory} {state}{advice(directory)}")
 
 
 def _survey(load_dir: Path) -> tuple[list[Path], dict[int, Path]]:

@@ -54,10 +54,10 @@ class FolderLock:
         """Take the lock; waits up to `stale` seconds where the owner is on another host.
 
         Raises:
-            CheckpointError: a living job has it; names the job.
+            CheckpointError: a living job has it; names the job. Or whose it is cannot be read.
         """
         while not self._create():
-            owner = self._read()
+            owner = self._read_patiently()
             if owner is None:
                 continue  # released in between
             alive = self._owner_lives(owner)
@@ -93,12 +93,12 @@ class FolderLock:
         self._stop.set()
         self._thread.join()
         self._thread = None
-        owner = self._read()
-        if owner is not None and owner.get("token") == self._token:
-            try:
+        try:
+            owner = self._read()
+            if owner is not None and owner.get("token") == self._token:
                 self.path.unlink(missing_ok=True)
-            except OSError as error:  # whoever comes next finds its owner gone
-                _logger.warning("%s could not be removed: %s", self.path, error)
+        except OSError as error:  # whoever comes next finds its owner gone
+            _logger.warning("%s could not be removed: %s", self.path, error)
 
     def _content(self) -> str:
         return json.dumps(
@@ -139,14 +139,32 @@ class FolderLock:
         return True
 
     def _read(self) -> dict[str, Any] | None:
-        """Return the owner, None if there is no lock; a damaged file is an owner without a name."""
+        """Return the owner, None if there is no lock; a damaged file is an owner without a name.
+
+        Raises:
+            OSError: it cannot be read, perhaps only now (a stale handle on NFS, too many files).
+        """
         try:
             owner = json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError):
+        except ValueError:
             return {}
         return owner if isinstance(owner, dict) else {}
+
+    def _read_patiently(self) -> dict[str, Any] | None:
+        """As `_read`; what cannot be read for long is no sign that its owner is gone."""
+        limit = time.monotonic() + self.stale
+        while True:
+            try:
+                return self._read()
+            except OSError as error:
+                if time.monotonic() >= limit:
+                    raise CheckpointError(
+                        f"{self.path} cannot be read, so another job may be there: {error}; give "
+                        "another --save, or remove that file if no job writes there"
+                    ) from error
+                time.sleep(self.beat / 5)
 
     def _owner_lives(self, owner: dict[str, Any]) -> bool:
         if owner.get("host") == _host() and isinstance(owner.get("pid"), int):
@@ -162,7 +180,7 @@ class FolderLock:
         while time.monotonic() < limit:
             time.sleep(min(self.beat, self.stale) / 5)
             self._look_anew()
-            now = self._read()
+            now = self._read_patiently()
             if now is None:
                 return False
             if now != owner:
@@ -183,7 +201,7 @@ class FolderLock:
     def _remove_stale(self, owner: dict[str, Any]) -> None:
         """Take a dead owner's file away, and only that: another job may have been quicker."""
         with _alone_in(self.path.parent):
-            if self._read() == owner:
+            if self._read_patiently() == owner:
                 self._move_aside(owner)
 
     def _move_aside(self, owner: dict[str, Any]) -> None:
@@ -209,26 +227,38 @@ class FolderLock:
         failing = False
         while not self._stop.wait(self.beat):
             self._count += 1
-            owner = self._read()
-            if owner is None or owner.get("token") != self._token:
-                now = owner or {}
-                self.lost = (
-                    f"{self.path} was taken away from this job by process {now.get('pid')} on "
-                    f"{now.get('host')}, or removed"
-                )
+            trouble = self._renew()
+            if self.lost:
                 _logger.error("%s: nothing is saved to %s any more", self.lost, self.path.parent)
                 return
-            draft = self.path.with_name(f"{LOCK_NAME}.{self._token}.tmp")
-            try:
-                draft.write_text(self._content(), encoding="utf-8")
-                os.replace(draft, self.path)
-                failing = False
-            except OSError as error:
-                if not failing:
-                    _logger.warning("%s cannot be renewed: %s", self.path, error)
-                failing = True
-                with suppress(OSError):
-                    draft.unlink(missing_ok=True)
+            if trouble and not failing:
+                _logger.warning("%s cannot be renewed: %s", self.path, trouble)
+            failing = bool(trouble)
+
+    def _renew(self) -> str:
+        """Give a sign of life, or set `lost`; return what was in the way, if anything was."""
+        try:
+            owner = self._read()
+        except OSError as error:  # no sign that it is another's
+            return str(error)
+        if owner == {}:
+            return "its content is damaged"  # as where another job is just writing it
+        if owner is None or owner.get("token") != self._token:
+            now = owner or {}
+            self.lost = (
+                f"{self.path} was taken away from this job by process {now.get('pid')} on "
+                f"{now.get('host')}, or removed"
+            )
+            return ""
+        draft = self.path.with_name(f"{LOCK_NAME}.{self._token}.tmp")
+        try:
+            draft.write_text(self._content(), encoding="utf-8")
+            os.replace(draft, self.path)
+        except OSError as error:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+            return str(error)
+        return ""
 
 
 @contextmanager

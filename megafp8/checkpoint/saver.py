@@ -1,8 +1,10 @@
 """Saves of a run one after another: in the call itself, or beside training in a thread.
 
 Beside training the call copies this rank's state to host memory, which is all that training waits
-for, and a thread writes the copy. The thread's collectives run in a gloo group of their own, so
-they cannot meet training's. One save is in flight at a time: the next waits for it.
+for, and a thread writes the copy. One save is in flight at a time: the next waits for it.
+
+A save's collectives run in a gloo group of their own: those of a thread cannot meet training's, and
+ranks that wait while the first one commits have a time limit made for that.
 """
 
 import threading
@@ -36,11 +38,11 @@ class Saver:
         timeout: timedelta | None = None,
         report: Callable[[int, Path | None, CheckpointError | None], None] | None = None,
     ) -> None:
-        """Prepare; a collective call if `background`.
+        """Prepare; a collective call.
 
         Args:
             background: Write in a thread.
-            timeout: Of the thread's collectives; None for torch's default.
+            timeout: Of a save's collectives; None for torch's default.
             report: Called on every rank as a save ends, in the training thread, with the
                 iteration and either the checkpoint or the error.
         """
@@ -48,7 +50,7 @@ class Saver:
         self.last_error: CheckpointError | None = None
         self._report = report
         self._group: dist.ProcessGroup | None = None
-        if background and dist.is_initialized():
+        if dist.is_initialized():
             group = dist.new_group(backend="gloo", timeout=timeout)
             assert isinstance(group, dist.ProcessGroup)  # every rank of the default group is in it
             self._group = group
@@ -74,7 +76,7 @@ class Saver:
         if not self.background:
             try:
                 self._outcome = save_checkpoint(
-                    root, iteration, tensors, record, keep_last=keep_last
+                    root, iteration, tensors, record, self._group, keep_last
                 )
             except CheckpointError as error:
                 self._outcome = error

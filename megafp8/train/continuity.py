@@ -58,8 +58,16 @@ WATCHED = (
     ("precision", "fp16"),
     ("precision", "fp8_format"),
     ("optimizer", "lr"),
+    ("optimizer", "min_lr"),
     ("optimizer", "lr_decay_style"),
+    ("optimizer", "lr_decay_iters"),
+    ("optimizer", "lr_warmup_iters"),
+    ("optimizer", "lr_warmup_fraction"),
+    ("optimizer", "lr_wsd_decay_iters"),
+    ("optimizer", "lr_wsd_decay_style"),
+    ("optimizer", "weight_decay"),
 )
+LENGTH = ("train_iters", "train_samples")
 
 
 def check_same_run(path: Path, record: CheckpointRecord, config: RunConfig) -> None:
@@ -79,14 +87,29 @@ def check_same_run(path: Path, record: CheckpointRecord, config: RunConfig) -> N
         raise CheckpointError(f"{path} is of another model: {'; '.join(different)}")
     if config.checkpoint.finetune:
         return
-    moved = [
-        _difference(field, getattr(getattr(saved, section), field), now)
-        for section, field in WATCHED
-        if getattr(getattr(saved, section), field)
-        != (now := getattr(getattr(config, section), field))
-    ]
+    moved = list(_moved(saved, config))
     if moved:
         log.warning("%s was trained with other settings: %s", path, "; ".join(moved))
+
+
+def _moved(saved: RunConfig, config: RunConfig) -> Iterator[str]:
+    for section, field in WATCHED:
+        before, now = (getattr(getattr(one, section), field) for one in (saved, config))
+        if before != now:
+            yield _difference(field, before, now)
+    if not (_decays_to_the_end(saved) or _decays_to_the_end(config)):
+        return
+    for field in LENGTH:
+        before, now = getattr(saved.training, field), getattr(config.training, field)
+        if before != now:
+            yield f"{_difference(field, before, now)} (the learning rate follows)"
+
+
+def _decays_to_the_end(config: RunConfig) -> bool:
+    """Whether the length of the run decides its learning rates."""
+    optimizer = config.optimizer
+    follows = optimizer.lr_decay_style != "constant" or optimizer.lr_warmup_fraction is not None
+    return follows and optimizer.lr_decay_iters is None
 
 
 def _model_differences(saved: RunConfig, config: RunConfig) -> Iterator[str]:

@@ -36,7 +36,7 @@ def checkpoint_to_load(config: RunConfig) -> Path | None:
     load = config.checkpoint.load
     if load is None:
         return None
-    found = on_first_rank(f"--load {load}", lambda: find_checkpoint(Path(load)), None)
+    found = on_first_rank("--load", lambda: find_checkpoint(Path(load)), None)
     if found is None and config.checkpoint.exit_on_missing_checkpoint:
         raise CheckpointError(
             f"--load {load}: found no checkpoint there, and --exit-on-missing-checkpoint is given"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megafp8.config import ModelShape, RunConfig
 from megafp8.data.loader import BatchLoader, Datasets
+from megafp8.errors import TrainingError
 from megafp8.evaluation import validation_loss
 from megafp8.log import get_logger
 from megafp8.model.batch import to_tensors
@@ -19,6 +20,7 @@ from megafp8.parallel.traffic import summarize
 from megafp8.parallel.watch import Watch
 from megafp8.precision import AuditLog
 from megafp8.train.batch_size import BatchSizeSchedule
+from megafp8.train.folders import device_name
 from megafp8.train.measure import memory_peak_bytes, parameter_norm
 from megafp8.train.metrics import IterationMetrics, MetricsWriter
 from megafp8.train.saving import RunSaver
@@ -45,7 +47,7 @@ class Loop:
         saver: writes the checkpoints.
         signals: notes those to this rank.
         watch: is told where this rank is.
-        audit: where a stop by a signal is noted.
+        audit: where skipped steps and an early stop are noted.
     """
 
     config: RunConfig
@@ -84,10 +86,8 @@ class Loop:
                 layout.dp,
             )
         self._flops_per_token = training_flops_per_token(self.shape)
-        device = self.mesh.world.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         precision = "fp8" if self.config.precision.fp8 else self.config.precision.compute_dtype
-        self._peak_tflops = peak_tflops(name, precision)
+        self._peak_tflops = peak_tflops(device_name(self.mesh.world.device), precision)
 
     def run(self) -> int:
         """Train to the end, or to the exit interval, duration or signal; the last state is saved.
@@ -96,45 +96,19 @@ class Loop:
             The signal that ended the run early, the same on all ranks; 0 if none did, also where
             one came in the last iteration.
         """
-        training = self.config.training
-        started = time.monotonic()
         settled = False
         try:
-            # One that came while the run was set up; nothing is trained or saved for it.
-            self._signal = self._agree_on_signal()
-            self.mesh.traffic.drain()  # of setting up and loading: no iteration's
-            while self.state.iteration < self.total_iterations and not self._signal:
-                metrics = self._iteration()
-                self.writer.write(metrics)
-                self.saver.poll()
-                if self._due(self.config.checkpoint.save_interval) and not self._signal:
-                    self.watch.place = f"the save after iteration {self.state.iteration}"
-                    self.saver.save()
-                if training.exit_interval and self.state.iteration % training.exit_interval == 0:
-                    log.info("stopping at iteration %d (--exit-interval)", self.state.iteration)
-                    break
-                if self._time_is_up(started):
-                    log.info(
-                        "stopping at iteration %d (--exit-duration-in-mins)", self.state.iteration
-                    )
-                    break
-            if self._signal and self.state.iteration >= self.total_iterations:
-                log.info("%s came when all was done", signal_name(self._signal))
-                self._signal = 0
-            if self._signal:
-                log.info(
-                    "stopping at iteration %d (%s)",
-                    self.state.iteration,
-                    signal_name(self._signal),
-                )
-                self._note_stop(self._signal)
+            reason = self._iterate()
+            if reason:
+                log.info("stopping at iteration %d (%s)", self.state.iteration, reason)
+                self._note_stop(reason)
             self.watch.place = f"the save after iteration {self.state.iteration}"
             self.saver.finish()
             settled = True
         except KeyboardInterrupt:
             settled = True
             self.saver.abandon()
-            self._note_stop(signal.SIGINT)
+            self._note_stop(signal_name(signal.SIGINT))
             raise KeyboardInterrupt(self._lost()) from None
         finally:
             if not settled:
@@ -143,6 +117,40 @@ class Loop:
             self.writer.close()
         return self._signal
 
+    def _iterate(self) -> str:
+        """Train until there is nothing to train, or something ends it early: what, in a word."""
+        started = time.monotonic()
+        # One that came while the run was set up; nothing is trained or saved for it.
+        self._signal = self._agree_on_signal()
+        self.mesh.traffic.drain()  # of setting up and loading: no iteration's
+        while self.state.iteration < self.total_iterations and not self._signal:
+            metrics = self._iteration()
+            self.writer.write(metrics)
+            try:
+                self.step.check_not_stuck(self.state.iteration)
+            except TrainingError as error:
+                self._note_stop(str(error), level="error")
+                raise
+            self.saver.poll()
+            if self._due(self.config.checkpoint.save_interval) and not self._signal:
+                self.watch.place = f"the save after iteration {self.state.iteration}"
+                self.saver.save()
+            limit = self._limit_reached(started)
+            if limit:
+                return limit
+        if self._signal and self.state.iteration >= self.total_iterations:
+            log.info("%s came when all was done", signal_name(self._signal))
+            self._signal = 0
+        return signal_name(self._signal) if self._signal else ""
+
+    def _limit_reached(self, started: float) -> str:
+        """The flag that ends the run here, before its end; empty if none does."""
+        if self._signal or self.state.iteration >= self.total_iterations:
+            return ""
+        if self._due(self.config.training.exit_interval):
+            return "--exit-interval"
+        return "--exit-duration-in-mins" if self._time_is_up(started) else ""
+
     def _lost(self) -> str:
         """What an interrupted run leaves behind, in words."""
         return (
@@ -150,15 +158,26 @@ class Loop:
             f"{self.saver.newest or 'none'} (SIGTERM or SIGUSR1 instead of Ctrl-C save first)"
         )
 
-    def _note_stop(self, number: int) -> None:
+    def _note_stop(self, reason: str, level: str = "info") -> None:
         newest = self.saver.newest
         self.audit.write(
             "stop",
             self.state.iteration,
+            level=level,
             action="exit",
             data_position={"consumed_samples": self.state.consumed_samples},
             checkpoint_before=None if newest is None else str(newest),
-            reason=signal_name(number),
+            reason=reason,
+        )
+
+    def _note_skip(self, reason: str) -> None:
+        self.audit.write(
+            "skip",
+            self.state.iteration,
+            level="warning",
+            action="continue",
+            data_position={"consumed_samples": self.state.consumed_samples},
+            reason=reason,
         )
 
     def _agree_on_signal(self) -> int:
@@ -197,11 +216,14 @@ class Loop:
         state.consumed_samples += batch_size
         state.skipped_iterations += result.skipped
         state.nan_iterations += not math.isfinite(result.loss)
+        if result.skipped:
+            self._note_skip(result.reason)
         params_norm = parameter_norm(self.step) if self.config.logging.log_params_norm else None
         comm_bytes, comm_calls, memory = self._over_ranks()
         seconds = time.perf_counter() - began  # the gather above waited for the optimizer too
         ends = state.iteration == self.total_iterations
         evaluates = ends or self._due(self.config.training.eval_interval)
+        evaluates = evaluates and not self.step.stuck
         valid_loss = self._evaluate(last=ends) if evaluates else None
         tokens = batch_size * self.shape.seq_length
         rate = tokens / seconds

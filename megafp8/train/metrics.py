@@ -188,7 +188,8 @@ class MetricsWriter:
         total_iterations: Iterations of the run.
         log_interval: A line is printed for each iteration that is a multiple of it.
         resumed_iteration: Iteration of the loaded checkpoint, 0 for a fresh run. Entries after it
-            come from iterations that will run again, and are dropped.
+            come from iterations that will run again, and are dropped; a fresh run finds those of
+            another one and sets them aside.
         log_throughput: Show TFLOP/s in the line.
         observers: Closed together with the writer.
     """
@@ -214,6 +215,8 @@ class MetricsWriter:
         self._interval = Interval()
         self._prints = True
         path = Path(run_dir) / METRICS_FILE
+        if resumed_iteration == 0:
+            set_aside_metrics(path)
         truncate_metrics(path, resumed_iteration)
         self._sink = JsonlSink(path)
 
@@ -249,6 +252,26 @@ class MetricsWriter:
             self._sink.close()
             for observer in self._observers:
                 observer.close()
+
+
+def set_aside_metrics(path: Path) -> Path | None:
+    """Rename another run's metrics, by the time of its last entry.
+
+    Returns:
+        The new path; None if there was nothing.
+    """
+    if not path.exists() or not path.stat().st_size:
+        return None
+    stamp = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
+    aside, number = path.with_name(f"{path.stem}.{stamp}{path.suffix}"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.stem}.{stamp}-{number}{path.suffix}")
+    path.rename(aside)
+    logger.warning(
+        "%s was of another run, and this one starts fresh: it is %s now", path, aside.name
+    )
+    return aside
 
 
 def truncate_metrics(path: Path, last_iteration: int) -> int:

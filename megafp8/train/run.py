@@ -130,12 +130,7 @@ def _train_in(
     """Train in folders that are this job's alone; `ours` raises once they are not."""
     _seed_default_generators(config.training.seed)
     plan = build_plan(config, shape, mesh.layout)
-    recipe = recipe_from_config(config)
-    if recipe is not None:
-        _check_fp8_device(config, recipe, mesh)
-    model = build_model(config, shape, plan, recipe, mesh)
-    if recipe is not None and model.backend.chosen == "native":
-        _check_fp8_kernels(plan, recipe, mesh.world.device)
+    model = _build(config, shape, plan, mesh)
     scaler = build_loss_scaler(config.precision)
     step = TrainingStep(config, model, mesh, scaler)
     state, certificate = TrainState(), None
@@ -187,6 +182,17 @@ def _train_in(
     else:
         log.info("done: iteration %d, run folder %s", state.iteration, run_dir)
     return signal
+
+
+def _build(config: RunConfig, shape: ModelShape, plan: PrecisionPlan, mesh: Mesh) -> Model:
+    """The model, on a device that is known to compute by its recipe."""
+    recipe = recipe_from_config(config)
+    if recipe is not None:
+        _check_fp8_device(config, recipe, mesh)
+    model = build_model(config, shape, plan, recipe, mesh)
+    if recipe is not None and model.backend.chosen == "native":
+        _check_fp8_kernels(plan, recipe, mesh.world.device)
+    return model
 
 
 def _how_to_go_on(config: RunConfig, run_dir: Path, save_dir: Path, newest: Path | None) -> str:

@@ -30,6 +30,7 @@ class StepResult:
         tokens: tokens of the global batch that count in the loss.
         skipped: whether the optimizer step was left out.
         zeros_in_grad: exact zeros among the gradients, if the run logs them.
+        reason: why the step was left out, in words; the same on all ranks.
     """
 
     loss: float
@@ -37,6 +38,7 @@ class StepResult:
     tokens: float
     skipped: bool
     zeros_in_grad: int | None = None
+    reason: str = ""
 
 
 class TrainingStep:
@@ -54,6 +56,7 @@ class TrainingStep:
         self.gradients = Gradients(model, mesh)
         self.optimizer = build_optimizer(config.optimizer, self.gradients.named_shards())
         self.bad_steps_in_a_row = 0
+        self._last_fault = ""  # what the newest bad step's gradients were not finite in
         self._bad_before: Tensor | None = None
         self._bad_weights: Tensor | None = None
         gathered = config.precision.fp8 and config.precision.fp8_param_gather
@@ -72,9 +75,6 @@ class TrainingStep:
             micro_batches: this data-parallel rank's part.
             learning_rate: for this iteration.
             iteration: 1-based, for messages.
-
-        Raises:
-            TrainingError: on all ranks, after `max_consecutive_bad_steps` skipped steps in a row.
         """
         scale = self.loss_scaler.scale
         before = self._scales_before()
@@ -90,8 +90,9 @@ class TrainingStep:
         # The norm alone decides: it is one number on all ranks, so that all take one way.
         finite = math.isfinite(raw_norm)
         skipped = not finite or tokens == 0
+        reason = ""
         if skipped:
-            self._report_skip(iteration, tokens)
+            reason = self._report_skip(iteration, tokens)
             for reduction in self.model.fp8_reductions:
                 reduction.forget()
         else:
@@ -102,9 +103,10 @@ class TrainingStep:
         self._update_scales(skipped, before)
         overflow = not finite and math.isfinite(loss_sum) and self.loss_scaler.can_back_off
         self.loss_scaler.update(not finite)
-        self._count_bad(iteration, finite or overflow)
+        # One that lowers the loss scale is how the scale is found, not a fault.
+        self.bad_steps_in_a_row = 0 if finite or overflow else self.bad_steps_in_a_row + 1
         loss = loss_sum / tokens if tokens else 0.0
-        return StepResult(loss, grad_norm, tokens, skipped, zeros)
+        return StepResult(loss, grad_norm, tokens, skipped, zeros, reason)
 
     def _totals(self, local_loss: Tensor, micro_batches: list[dict[str, Tensor]]) -> Tensor:
         """Fp64 [2]: loss sum and counted tokens of the global batch, from the last stages."""
@@ -222,22 +224,21 @@ class TrainingStep:
             self.mesh.stage.all_reduce(rows, "amax_all_reduce", dist.ReduceOp.MAX)
             amax[weights] = rows[self.mesh.tp_rank]
 
-    def _report_skip(self, iteration: int, tokens: float) -> None:
-        """Rank 0 names the parameters and ranks at fault. Rare, so object collectives are fine."""
+    def _report_skip(self, iteration: int, tokens: float) -> str:
+        """Name the parameters and ranks at fault. Rare, so object collectives are fine."""
         if tokens == 0:
-            log.warning("iteration %d: no token counts in the loss; step skipped", iteration)
-            return
+            reason = "no token counts in the loss"
+            log.warning("iteration %d: %s; step skipped", iteration, reason)
+            return reason
         names = self.gradients.nonfinite_names() or self._nonfinite_casts()
         everyone: list[list[str]] = [[] for _ in range(self.mesh.world.size)]
         dist.all_gather_object(everyone, names)
         found = [f"{names[0]} on rank {rank}" for rank, names in enumerate(everyone) if names]
-        log.warning(
-            "iteration %d: gradient not finite in %s (%d tensors over all ranks); step skipped "
-            "on all ranks",
-            iteration,
-            ", ".join(found[:4]) or "the loss alone",
-            sum(len(names) for names in everyone),
-        )
+        self._last_fault = ", ".join(found[:4]) or "the loss alone"
+        count = sum(len(names) for names in everyone)
+        reason = f"gradient not finite in {self._last_fault} ({count} tensors over all ranks)"
+        log.warning("iteration %d: %s; step skipped on all ranks", iteration, reason)
+        return reason
 
     def _nonfinite_casts(self) -> list[str]:
         """This rank's FP8 tensors that held an inf or NaN in this step."""
@@ -247,18 +248,24 @@ class TrainingStep:
         bad = self._bad_casts(registry).nonzero().flatten().tolist()
         return [f"{registry.keys[index][0]} (FP8 {registry.keys[index][1]})" for index in bad]
 
-    def _count_bad(self, iteration: int, good: bool) -> None:
-        """Stop after too many bad steps in a row; one that lowers the loss scale is none."""
+    @property
+    def stuck(self) -> bool:
+        """Whether too many steps in a row were bad for the run to go on; the same on all ranks."""
         training = self.config.training
-        if good:
-            self.bad_steps_in_a_row = 0
-            return
-        self.bad_steps_in_a_row += 1
         limit = training.max_consecutive_bad_steps
-        if training.check_for_nan_in_loss_and_grad and self.bad_steps_in_a_row >= limit:
+        return training.check_for_nan_in_loss_and_grad and self.bad_steps_in_a_row >= limit
+
+    def check_not_stuck(self, iteration: int) -> None:
+        """Stop after too many bad steps in a row.
+
+        Raises:
+            TrainingError: on all ranks, after `max_consecutive_bad_steps` of them.
+        """
+        if self.stuck:
             raise TrainingError(
-                f"iteration {iteration}: {limit} steps in a row had non-finite gradients; the run "
-                "stops and the last checkpoint stays as it is (--max-consecutive-bad-steps)"
+                f"iteration {iteration}: {self.bad_steps_in_a_row} steps in a row had non-finite "
+                f"gradients, this one in {self._last_fault}; the run stops and the last checkpoint "
+                "stays as it is (--max-consecutive-bad-steps)"
             )
 
 

@@ -106,9 +106,8 @@ def tensorboard_tracker(folder: str | Path, resumed_iteration: int = 0) -> Track
 
     def open_backend() -> tuple[Callable[[Mapping[str, float], int], None], Callable[[], None]]:
         tensorboard = importlib.import_module("torch.utils.tensorboard")
-        writer = tensorboard.SummaryWriter(
-            log_dir=str(folder), purge_step=resumed_iteration + 1 if resumed_iteration else None
-        )
+        # In a fresh run, too: the folder may have been that of a run that was given up.
+        writer = tensorboard.SummaryWriter(log_dir=str(folder), purge_step=resumed_iteration + 1)
 
         def log(values: Mapping[str, float], iteration: int) -> None:
             for name, value in values.items():

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,63 @@ def test_a_lock_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
         lock.check()
     lock.release()
     assert owner(tmp_path)["pid"] == 99, "it is the other job's now"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def test_a_lock_that_cannot_be_read_for_a_while_is_still_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock, reads = quick(tmp_path), []
+
+    def refuse(*args: Any, **keywords: Any) -> str:
+        reads.append(args)
+        raise OSError(116, "Stale file handle")
+
+    with caplog.at_level(logging.WARNING, logger="megafp8"), monkeypatch.context() as patch:
+        lock.acquire()
+        patch.setattr(Path, "read_text", refuse)
+        until(lambda: len(reads) >= 3)
+        lock.check()
+    (line,) = [entry.getMessage() for entry in caplog.records]
+    assert "cannot be renewed: [Errno 116] Stale file handle" in line
+    # Damage is none either: it may be another job's, half written.
+    content = (tmp_path / LOCK_NAME).read_text()
+    (tmp_path / LOCK_NAME).write_text(content[:20])
+    time.sleep(0.2)
+    lock.check()
+    (tmp_path / LOCK_NAME).write_text(content)
+    beat = owner(tmp_path)["beat"]
+    until(lambda: owner(tmp_path)["beat"] > beat)
+    (tmp_path / LOCK_NAME).write_text('{"pid": 7}')  # another program's
+    until(lambda: bool(lock.lost))
+    assert "by process 7 on None" in lock.lost
+    lock.release()
+
+
+def test_a_lock_that_cannot_be_read_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_owner(tmp_path, host=_host(), pid=2**22 + 5)
+    read, reads = Path.read_text, []
+
+    def refuse(path: Path, *args: Any, **keywords: Any) -> str:
+        reads.append(path)
+        if path.name == LOCK_NAME and (len(reads) < 3 or forever):
+            raise PermissionError(13, "Permission denied")
+        return read(path, *args, **keywords)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    forever = True
+    with pytest.raises(CheckpointError, match=".lock cannot be read, so another job may be there"):
+        quick(tmp_path).acquire()
+    reads.clear()
+    forever = False
+    lock = quick(tmp_path)
+    lock.acquire()  # it could be read again, and its owner is dead
+    lock.release()

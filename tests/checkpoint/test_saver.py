@@ -1,6 +1,10 @@
 """Saves beside training hold the moment they were asked for, one at a time, and never raise."""
 
+import errno
+import fcntl
+import os
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.checkpoint import Saver, find_checkpoint, load_tensors, save_checkpoint
-from megafp8.checkpoint.files import reading
+from megafp8.checkpoint.files import is_being_read, reading
 from megafp8.checkpoint.writing import ShardWriter
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import build, differing, record
 from tests.checkpoint.test_save_faults import model, names, value_in
+from tests.model.small import one_rank  # noqa: F401
 from tests.support.ranks import Ranks
 
 Reports = list[tuple[int, Path | None, CheckpointError | None]]
@@ -153,6 +158,48 @@ def test_one_rank_fails_all_hear_of_it(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks.run(one_rank_cannot_stage, world_size=2, root=str(tmp_path))
     assert first == second and "rank 1: b is on the meta device" in first
     assert find_checkpoint(tmp_path) is None
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_has_a_time_limit_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    limits = []
+    gather = dist.all_gather_object
+
+    def noted(*arguments: Any, group: Any = None) -> None:
+        limits.append(group._get_backend(torch.device("cpu")).options._timeout)
+        gather(*arguments, group=group)
+
+    monkeypatch.setattr("megafp8.checkpoint.agree.rank_and_size", lambda group: (0, 2))
+    monkeypatch.setattr(dist, "all_gather_object", noted)
+    reports: Reports = []
+    limit = timedelta(minutes=17)
+    one = Saver(background=background, timeout=limit, report=lambda *report: reports.append(report))
+    one.save(tmp_path, 5, model(5.0), record(5))
+    one.wait()
+    assert limits and set(limits) == {limit}
+
+
+def test_where_an_exclusive_lock_needs_a_writable_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, which makes `flock` from locks of byte ranges."""
+    flock = fcntl.flock
+
+    def of_nfs(descriptor: int, operation: int) -> None:
+        mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        if operation & fcntl.LOCK_EX and mode == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", of_nfs)
+    path = save_checkpoint(tmp_path, 1, model(1.0), record(1))
+    assert not is_being_read(path)
+    with reading(path):
+        assert is_being_read(path)
+    assert not is_being_read(path)
 
 
 def test_keep_last_spares_what_is_being_loaded(tmp_path: Path) -> None:

@@ -76,6 +76,21 @@ def test_a_signal_in_the_last_iteration_leaves_nothing_to_go_on_with(tmp_path: P
     assert "iteration 6: validation loss" in run.output(0) and not events(tmp_path, "stop")
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "reached"),
+    [("--exit-interval", "4", 4), ("--exit-duration-in-mins", "1e-6", 1)],
+)
+def test_a_stop_by_a_limit_is_on_record(
+    tmp_path: Path, flag: str, value: str, reached: int
+) -> None:
+    run = train(1, command(tmp_path, flag, value), tmp_path / "logs")
+    assert check_folder(tmp_path) == reached and f"stopping at iteration {reached} ({flag})" in (
+        run.output(0)
+    )
+    (stop,) = events(tmp_path, "stop")
+    assert (stop["reason"], stop["iteration"], stop["level"]) == (flag, reached, "info")
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_ctrl_c_ends_all_ranks_at_once_in_one_line(tmp_path: Path, asynchronous: bool) -> None:
     """As a terminal or torchrun passes it on: to every rank. Nothing is saved, nothing is lost."""

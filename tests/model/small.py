@@ -101,10 +101,11 @@ class Run:
 
     def train(self, iterations: range, masks: np.ndarray | None = None) -> list[StepResult]:
         """Train on the generated batches of some 0-based iterations."""
-        learning_rate = self.config.optimizer.lr
-        return [
-            self.step.run(micro_batches(self, i, masks), learning_rate, i + 1) for i in iterations
-        ]
+        learning_rate, results = self.config.optimizer.lr, []
+        for i in iterations:
+            results.append(self.step.run(micro_batches(self, i, masks), learning_rate, i + 1))
+            self.step.check_not_stuck(i + 1)
+        return results
 
     def shards(self) -> dict[str, Tensor]:
         """Copies of this rank's master shards by name."""

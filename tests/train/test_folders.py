@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megafp8.checkpoint import CheckpointRecord, save_checkpoint
-from megafp8.errors import CheckpointError
+from megafp8.checkpoint.agree import on_first_rank
+from megafp8.errors import CheckpointError, PrecisionError
 from megafp8.train.folders import checkpoint_to_load, open_run_dir, open_save_dir
 from tests.model.small import small_config
 
@@ -30,6 +31,32 @@ def test_folders_that_cannot_be_written(tmp_path) -> None:
         open_run_dir(small_config(run_dir=str(blocked)))
     with pytest.raises(CheckpointError, match=f"saving to {blocked}"):
         open_save_dir(small_config(save=str(blocked)), tmp_path, fresh=True)
+
+
+def test_a_folder_of_partial_checkpoints_is_named_once(tmp_path) -> None:
+    partial = tmp_path / "iter_0000003"
+    partial.mkdir()
+    with pytest.raises(CheckpointError) as raised:
+        open_save_dir(small_config(save=str(tmp_path)), tmp_path, fresh=True)
+    assert str(raised.value) == (
+        f"saving to {tmp_path}: {tmp_path} holds no usable checkpoint, found iter_0000003; give "
+        "another --save, or remove what is partial there"
+    )
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint_to_load(small_config(load=str(tmp_path)))
+    assert str(raised.value) == (
+        f"--load: {tmp_path} holds no usable checkpoint, found iter_0000003; give another --load, "
+        "or an empty directory to start fresh"
+    )
+
+
+def test_an_error_that_was_written_for_users_keeps_its_words() -> None:
+    def fail() -> None:
+        raise PrecisionError("no such layer")
+
+    with pytest.raises(CheckpointError) as raised:
+        on_first_rank("writing to runs/x", fail, None)
+    assert str(raised.value) == "writing to runs/x: no such layer"
 
 
 def test_an_empty_load_folder_starts_fresh_unless_told_otherwise(tmp_path) -> None:

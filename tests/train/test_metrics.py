@@ -145,6 +145,21 @@ def test_a_resumed_run_repeats_no_iteration(tmp_path):
     assert len(path.read_text().splitlines()) == 6
 
 
+def test_a_fresh_run_sets_another_runs_entries_aside(tmp_path, caplog):
+    with caplog.at_level("WARNING", logger="megafp8"):
+        for loss in (1.0, 2.0, 3.0):  # within one second
+            sink = writer(tmp_path)
+            sink.write(metrics(1, loss=loss))
+            sink.close()
+        writer(tmp_path / "new").close()
+        writer(tmp_path / "new").close()  # it had come to no iteration
+    assert [entry["loss"] for entry in read_metrics(tmp_path)] == [3.0]
+    aside = sorted(set(tmp_path.glob("metrics.*.jsonl")))
+    assert sorted(json.loads(path.read_text())["loss"] for path in aside) == [1.0, 2.0]
+    assert len(caplog.records) == 2 and f"it is {aside[0].name} now" in caplog.text
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["metrics.jsonl"]
+
+
 def test_resuming_at_the_last_entry_leaves_the_file_alone(tmp_path):
     first = writer(tmp_path)
     first.write(metrics(1))

@@ -240,6 +240,11 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def audited(folder: Path, event: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["event"] == event]
+
+
 def test_counters_data_position_and_the_stop(ranks, tmp_path):
     """Bad at 3, and at 5 to 9 with a limit of 4: the run ends at 8 with exit code 1."""
     answers = ranks.run(
@@ -248,13 +253,22 @@ def test_counters_data_position_and_the_stop(ranks, tmp_path):
     assert [code for code, _ in answers] == [1, 1]
     stderr = answers[0][1]
     assert f"{VICTIM} on rank 1" in stderr and "Traceback" not in stderr
-    assert "iteration 8: 4 steps in a row had non-finite gradients" in stderr
+    assert (
+        "iteration 8: 4 steps in a row had non-finite gradients, this one in "
+        f"{VICTIM} on rank 1; the run stops" in stderr
+    )
     assert answers[1][1] == ""
     rows = metrics(tmp_path)
-    assert [row["iteration"] for row in rows] == list(range(1, 8))
-    assert [row["skipped"] for row in rows] == [i in (3, 5, 6, 7) for i in range(1, 8)]
-    assert [row["consumed_samples"] for row in rows] == [8 * i for i in range(1, 8)]
+    assert [row["iteration"] for row in rows] == list(range(1, 9))
+    assert [row["skipped"] for row in rows] == [i in (3, 5, 6, 7, 8) for i in range(1, 9)]
+    assert [row["consumed_samples"] for row in rows] == [8 * i for i in range(1, 9)]
     assert all(math.isfinite(row["loss"]) for row in rows)
+    skips, (stop,) = audited(tmp_path, "skip"), audited(tmp_path, "stop")
+    assert [row["iteration"] for row in skips] == [3, 5, 6, 7, 8]
+    assert all(VICTIM in row["reason"] and row["level"] == "warning" for row in skips)
+    assert (stop["iteration"], stop["level"], stop["action"]) == (8, "error", "exit")
+    assert stop["data_position"] == {"consumed_samples": 64} and VICTIM in stop["reason"]
+    assert stop["checkpoint_before"].endswith("iter_0000006")
     # Saved at 2, 4 and 6; the stop wrote nothing, and what 6 holds are the weights of 4.
     root = tmp_path / "checkpoints"
     assert sorted(path.name for path in root.glob("iter_*")) == [f"iter_{i:07d}" for i in (2, 4, 6)]

@@ -68,6 +68,16 @@ def test_tensorboard_gets_megatrons_names(tmp_path):
     assert events.Scalars("communication-bytes")[0].value == 28
 
 
+def test_tensorboard_hides_what_a_fresh_start_repeats(tmp_path):
+    for value in (1.0, 2.0):
+        tracker = tensorboard_tracker(tmp_path)
+        for iteration in range(1, 4 - int(value)):
+            tracker.observe(metrics(iteration, loss=value))
+        tracker.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [(1, 2.0)]
+
+
 def test_tensorboard_hides_what_a_resumed_run_repeats(tmp_path):
     first = tensorboard_tracker(tmp_path)
     for iteration in (1, 2, 3):
