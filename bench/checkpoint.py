@@ -181,8 +181,9 @@ def main() -> int:
             process.join()
     finally:
         for process in ranks:  # those that wait for one that died
-            process.kill()
-            process.join()
+            if process.pid is not None:
+                process.kill()
+                process.join()
         shutil.rmtree(folder)
     print(f"{total / 2**30:.2f} GiB of state, {arguments.ranks} ranks, {len(rows)} rounds")
     for name in rows[0]:

@@ -184,7 +184,7 @@ def test_a_folder_of_another_program_is_named(tmp_path: Path) -> None:
     ours = tmp_path / "runs" / "a" / "checkpoints"
     run_convert("hf", "megafp8", hf, ours)
     for source, folder, words in (
-        ("megafp8", hf, "it is a Hugging Face model, which tools/.* --from hf takes"),
+        ("megafp8", hf, "holds a model of Hugging Face; convert it: tools/.* --from hf --load"),
         ("megatron", hf, "it is a Hugging Face model"),
         ("hf", ours, "it is a checkpoint of megafp8, which tools/.* --from megafp8 takes"),
         ("hf", ours / "iter_0000000", "it is a checkpoint of megafp8"),
