@@ -15,7 +15,6 @@ from megafp8.checkpoint import (
     LoadReport,
     load_with_report,
     read_record,
-    save_checkpoint,
 )
 from megafp8.checkpoint.agree import on_all_ranks
 from megafp8.checkpoint.files import iteration_of
@@ -96,11 +95,6 @@ def state_tensors(step: TrainingStep, optimizer: bool, loading: bool) -> dict[st
     return tensors
 
 
-def layout_record(mesh: Mesh) -> dict[str, Any]:
-    """Parallel sizes as checkpoints and the audit log record them."""
-    return layout_fields(mesh.layout)
-
-
 def checkpoint_content(
     state: TrainState,
     step: TrainingStep,
@@ -115,7 +109,7 @@ def checkpoint_content(
     record = CheckpointRecord(
         iteration=state.iteration,
         config=config.model_dump(mode="json"),
-        layout=layout_record(mesh),
+        layout=layout_fields(mesh.layout),
         data_position={"consumed_samples": state.consumed_samples},
         manifest_sha256=manifest_sha256,
         state={
@@ -126,24 +120,6 @@ def checkpoint_content(
         },
     )
     return tensors, record
-
-
-def save_state(
-    root: Path,
-    state: TrainState,
-    step: TrainingStep,
-    mesh: Mesh,
-    config: RunConfig,
-    manifest_sha256: str | None,
-    vocab_size: int,
-) -> Path:
-    """Write a checkpoint of the run and wait for it; a collective call."""
-    tensors, record = checkpoint_content(state, step, mesh, config, manifest_sha256, vocab_size)
-    path = save_checkpoint(
-        root, state.iteration, tensors, record, keep_last=config.checkpoint.keep_last
-    )
-    log.info("saved %s", path)
-    return path
 
 
 @dataclass(frozen=True)
@@ -168,11 +144,6 @@ class Certificate:
     scale_state_sha256: str | None
     manifest_sha256: str | None
     scale_state_rule: str | None
-
-
-def load_state(path: Path, step: TrainingStep, config: RunConfig, scaler: LossScaler) -> TrainState:
-    """`load_run` without its certificate."""
-    return load_run(path, step, config, scaler)[0]
 
 
 def load_run(
@@ -276,7 +247,7 @@ def _certify(
     return Certificate(
         path=path,
         layout_before=record.layout,
-        layout_after=layout_record(step.mesh),
+        layout_after=layout_fields(step.mesh.layout),
         tensors={
             "loaded": report.loaded - len(alone),
             "remapped": report.remapped,

@@ -13,7 +13,7 @@ from megafp8.checkpoint.rewrite import write_streaming
 from megafp8.checkpoint.scale_state import scale_targets
 from megafp8.checkpoint.streaming import TensorReader
 from megafp8.errors import CheckpointError
-from megafp8.train.state import TrainState, load_state, save_state
+from megafp8.train.state import TrainState
 from tests.model.small import (
     FP8,
     VOCAB,
@@ -21,6 +21,7 @@ from tests.model.small import (
     small_config,
     start_run,
 )
+from tests.support.states import load_state, save_state
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 WEIGHT = "decoder.layers.1.mlp.linear_fc1.weight"
