@@ -1,5 +1,6 @@
 """Values that no training can have written on purpose, whatever their checksums say."""
 
+import torch
 from torch import Tensor
 
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, SHARED_PREFIX
@@ -11,7 +12,8 @@ def flaw(name: str, tensor: Tensor) -> str | None:
     """Return what is wrong with a tensor's values as the end of a sentence, None if nothing is.
 
     Cases: a value that is not finite -> wrong in every tensor of floating point; a negative one ->
-    wrong in second moments, step counters and amaxes; zero or a negative one -> wrong in scales.
+    wrong in second moments, step counters and amaxes; zero or a negative one -> wrong in scales;
+    a fraction -> wrong in step counters.
 
     Args:
         name: canonical name in a checkpoint.
@@ -21,7 +23,8 @@ def flaw(name: str, tensor: Tensor) -> str | None:
     if not tensor.numel() or not (tensor.is_floating_point() or step):
         return None
     values = tensor.float() if tensor.itemsize == 1 else tensor  # no minimum of FP8 in torch
-    lowest, highest = (float(value) for value in values.aminmax())
+    # One pass and one wait for the device, and NaN comes through.
+    lowest, highest = (float(value) for value in torch.stack(values.detach().aminmax()).tolist())
     if not abs(lowest) < float("inf") or not abs(highest) < float("inf"):
         bad = values.numel() - int(values.isfinite().sum())
         return f"holds {bad} values that are not finite"
@@ -29,6 +32,8 @@ def flaw(name: str, tensor: Tensor) -> str | None:
         return f"holds a scale of {lowest:g}, expected positive ones"
     if lowest < 0 and (step or _is_never_negative(name)):
         return f"holds {int((values < 0).sum())} negative values, down to {lowest:g}"
+    if step and (lowest % 1 or highest % 1):
+        return f"holds {lowest:g} steps, expected a whole number"
     return None
 
 

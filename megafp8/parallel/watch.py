@@ -23,6 +23,7 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 _PREFIX = "megafp8_watch"
+_PATIENCE = 5  # beats from a rank's failure to a word about it where the main thread has none
 _IN_VAIN = ("timed out", "timeout")
 _BROKEN = (*_IN_VAIN, "closed by peer", "reset by peer", "broken pipe", "aborted")
 
@@ -46,6 +47,7 @@ class Watch:
         self._seen: dict[int, tuple[str, float]] = {}
         self._called: set[int] = set()
         self._failed = ""  # what another rank published before it left
+        self._leaving = False  # whether the main thread knows that something has failed
 
     def __enter__(self) -> "Watch":
         if self.size > 1:
@@ -63,6 +65,7 @@ class Watch:
         trace: TracebackType | None,
     ) -> None:
         """Publish a failure of this rank's own, or raise the `PeerError` behind it."""
+        self._leaving = True
         try:
             if error is None or self._store is None:
                 return
@@ -87,16 +90,38 @@ class Watch:
         count = 0
         # The lowest rank looks after the others, the next one after the lowest.
         watched = [rank for rank in range(self.size) if rank != self.rank] if self.rank < 2 else []
-        pause = 0.0
+        pause, since = 0.0, 0
         while not self._stop.wait(pause):
             count, pause = count + 1, self.beat
             try:
                 self._store.set(f"life_{self.rank}", f"{count} {self.place}")
                 self._failed = self._failed or self._published()
+                since += bool(self._failed)
+                if since == _PATIENCE and not self._leaving:
+                    self._point_out()
                 if count % 5 == 0:
                     self._look(watched if self.rank == 0 else watched[:1])
             except RuntimeError:  # DistError: every failure of the store
                 return  # it is gone, and with it the run; the main thread will notice
+
+    def _point_out(self) -> None:
+        """Tell who failed while the main thread waits on, where that may never raise.
+
+        A broken collective of gloo raises. A wait for a GPU does not, and NCCL's own watchdog may
+        end the process in the middle of it.
+        """
+        culprit, _, text = self._failed.partition(" ")
+        if self._speaks({int(culprit)}):
+            log.error(
+                "rank %s failed first, at %s; this rank is at %s and waits",
+                culprit,
+                text,
+                self.place,
+            )
+
+    def _speaks(self, culprits: set[int]) -> bool:
+        """Whether this rank is the one that tells, the lowest of those that are not to blame."""
+        return self.rank == min(rank for rank in range(self.size) if rank not in culprits)
 
     def _look(self, ranks: list[int]) -> None:
         """Tell of ranks that have been silent for long; a collective with them may hang."""
@@ -152,7 +177,7 @@ class Watch:
             time.sleep(0.0 if self._failed else 0.2)
         if self._failed:
             culprit, _, text = self._failed.partition(" ")
-            speaks = self.rank == min(r for r in range(self.size) if r != int(culprit))
+            speaks = self._speaks({int(culprit)})
             # The culprit tells its own story at length; this is the pointer to it.
             return PeerError(f"rank {culprit} failed first, at {text}; {where}", speaks)
         after = None if before is None else self._ask(lambda: self._signs(others))
@@ -179,7 +204,7 @@ class Watch:
             text = "alive, but not where the others waited until the timeout (too slow?)"
         # Whoever finds this rank gone shall not blame it. Nor shall a late one, when it comes.
         self._claim(f"{culprits[0]} {at}: {text}")
-        speaks = self.rank == min(r for r in range(self.size) if r not in culprits)
+        speaks = self._speaks(set(culprits))
         return PeerError(f"{names}: {text}, last at {at}; {where}", speaks)
 
     def _published(self) -> str:

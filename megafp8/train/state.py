@@ -1,7 +1,6 @@
 """What a checkpoint holds, and how a run is put back to it at any layout."""
 
 import hashlib
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from megafp8.checkpoint import (
     LoadReport,
     load_with_report,
     read_record,
-    save_checkpoint,
 )
 from megafp8.checkpoint.agree import on_all_ranks
 from megafp8.checkpoint.files import iteration_of
@@ -28,6 +26,7 @@ from megafp8.checkpoint.scale_state import (
     scale_tensors,
     take_scales,
 )
+from megafp8.checkpoint.values import flaw
 from megafp8.config import RunConfig
 from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.errors import CheckpointError
@@ -96,11 +95,6 @@ def state_tensors(step: TrainingStep, optimizer: bool, loading: bool) -> dict[st
     return tensors
 
 
-def layout_record(mesh: Mesh) -> dict[str, Any]:
-    """Parallel sizes as checkpoints and the audit log record them."""
-    return layout_fields(mesh.layout)
-
-
 def checkpoint_content(
     state: TrainState,
     step: TrainingStep,
@@ -115,7 +109,7 @@ def checkpoint_content(
     record = CheckpointRecord(
         iteration=state.iteration,
         config=config.model_dump(mode="json"),
-        layout=layout_record(mesh),
+        layout=layout_fields(mesh.layout),
         data_position={"consumed_samples": state.consumed_samples},
         manifest_sha256=manifest_sha256,
         state={
@@ -126,24 +120,6 @@ def checkpoint_content(
         },
     )
     return tensors, record
-
-
-def save_state(
-    root: Path,
-    state: TrainState,
-    step: TrainingStep,
-    mesh: Mesh,
-    config: RunConfig,
-    manifest_sha256: str | None,
-    vocab_size: int,
-) -> Path:
-    """Write a checkpoint of the run and wait for it; a collective call."""
-    tensors, record = checkpoint_content(state, step, mesh, config, manifest_sha256, vocab_size)
-    path = save_checkpoint(
-        root, state.iteration, tensors, record, keep_last=config.checkpoint.keep_last
-    )
-    log.info("saved %s", path)
-    return path
 
 
 @dataclass(frozen=True)
@@ -168,11 +144,6 @@ class Certificate:
     scale_state_sha256: str | None
     manifest_sha256: str | None
     scale_state_rule: str | None
-
-
-def load_state(path: Path, step: TrainingStep, config: RunConfig, scaler: LossScaler) -> TrainState:
-    """`load_run` without its certificate."""
-    return load_run(path, step, config, scaler)[0]
 
 
 def load_run(
@@ -238,13 +209,16 @@ def load_run(
 def _check_values(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Refuse weights and optimizer state that training could only spread; a collective call.
 
-    That is: values that are not finite anywhere, negative second moments (their root is NaN), and
-    step counters that count nothing.
+    By the rule that the tools go by, each rank for its parts.
     """
 
     def bad() -> dict[str, str]:
-        found = {name: _complaint(name, tensor) for name, tensor in tensors.items()}
-        return {name: what for name, what in found.items() if what}
+        found = {}
+        for name, tensor in tensors.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if (what := flaw(name, local)) is not None:
+                found[name] = what
+        return found
 
     parts = on_all_ranks(f"loading {path}", bad, None)
     found = {name: what for part in parts for name, what in part.items()}
@@ -255,24 +229,6 @@ def _check_values(path: Path, tensors: Mapping[str, Tensor]) -> None:
             f"{path} holds values that no run has, in {len(names)} "
             f"tensor{'s' if len(names) > 1 else ''}: {', '.join(names[:6])}{more}{advice(path)}"
         )
-
-
-def _complaint(name: str, tensor: Tensor) -> str:
-    """What is wrong with this rank's part of a tensor; nothing if it is empty."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if not local.is_floating_point() or not local.numel():
-        return ""
-    # One pass, and NaN comes through: a tenth of the time that `isfinite().all()` takes.
-    low, high = torch.stack(torch.aminmax(local.detach())).tolist()
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return "not finite"
-    if not name.startswith("optimizer."):
-        return ""
-    if name.endswith(".exp_avg_sq") and low < 0:
-        return f"a second moment of {low:g}"
-    if name.endswith(".step") and (low < 0 or low != int(low)):
-        return f"{low:g} steps"
-    return ""
 
 
 def _certify(
@@ -291,7 +247,7 @@ def _certify(
     return Certificate(
         path=path,
         layout_before=record.layout,
-        layout_after=layout_record(step.mesh),
+        layout_after=layout_fields(step.mesh.layout),
         tensors={
             "loaded": report.loaded - len(alone),
             "remapped": report.remapped,

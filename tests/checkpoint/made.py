@@ -18,7 +18,8 @@ from tests.model.small import FP8, VOCAB, small_config
 
 def value(name: str, entry: TensorEntry) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return (torch.rand(entry.shape, generator=generator) + 0.5).to(dtype_of(entry))
+    values = torch.rand(entry.shape, generator=generator) + 0.5
+    return (values.ceil() if name.endswith(".step") else values).to(dtype_of(entry))
 
 
 def entries_of(shape: ModelShape) -> dict[str, TensorEntry]:

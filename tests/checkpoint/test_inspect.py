@@ -174,6 +174,7 @@ def test_what_is_no_scale_is_shown_as_that(source: Path, tmp_path: Path, wrong: 
         (f"optimizer.{WEIGHT}.exp_avg_sq", math.nan, "1 values that are not finite"),
         (f"optimizer.{WEIGHT}.exp_avg", math.inf, "1 values that are not finite"),
         (f"optimizer.{WEIGHT}.step", -3.0, "1 negative values, down to -3"),
+        (f"optimizer.{WEIGHT}.step", 2.5, "2.5 steps, expected a whole number"),
         (WEIGHT, -math.inf, "1 values that are not finite"),
         (SCALE, 0.0, "a scale of 0, expected positive ones"),
         (SCALE.replace("scale", "amax_history"), -2.0, "1 negative values, down to -2"),

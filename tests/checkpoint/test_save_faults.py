@@ -252,10 +252,10 @@ def save_failing(root: str, where: str, rank: int) -> str:
         ("dtype", 1, "a is float32[64, 3] on rank 0 and bfloat16[64, 3] on rank 1"),
         ("write", 1, "rank 1: OSError: [Errno 28] No space left on device"),
         ("write", 0, "rank 0: OSError: [Errno 28] No space left on device"),
-        ("make_temporary", 0, "rank 0: OSError: [Errno 28]"),
+        ("make_temporary", 0, "iter_0000010: OSError: [Errno 28]"),
         ("sum", 1, "rank 1: OSError: [Errno 28]"),
-        ("sync_directory", 0, "rank 0: OSError: [Errno 28]"),
-        ("write_atomically", 0, "rank 0: OSError: [Errno 28]"),
+        ("sync_directory", 0, "iter_0000010: OSError: [Errno 28]"),
+        ("write_atomically", 0, "iter_0000010: OSError: [Errno 28]"),
     ],
 )
 def test_one_rank_fails_all_fail(

@@ -13,8 +13,9 @@ from megafp8.checkpoint.whole_model import load_model
 from megafp8.data.tokenizers import ByteTokenizer
 from megafp8.evaluation import generate
 from megafp8.model.batch import to_tensors
-from megafp8.train.state import TrainState, load_state, save_state
+from megafp8.train.state import TrainState
 from tests.model.small import FP8, Run, assert_same_bytes, small_config, start_run, world
+from tests.support.states import load_state, save_state
 
 PATTERN = "hello, "
 TOKENIZER = ByteTokenizer()

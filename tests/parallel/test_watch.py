@@ -1,6 +1,8 @@
 """Who is to blame for a broken collective, told from signs of life in a store."""
 
+import logging
 import threading
+import time
 from collections.abc import Generator
 
 import pytest
@@ -120,3 +122,31 @@ def test_an_interrupt_is_told_as_one(three: list[Watch]) -> None:
     assert "rank 0 failed first, at iteration 7: interrupted (SIGINT)" in str(
         leave(three[1], RuntimeError(CLOSED))
     )
+
+
+def test_a_failure_is_told_by_a_rank_whose_main_thread_waits_on(
+    three: list[Watch], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a wait for a GPU, which NCCL's watchdog ends together with the process."""
+    with caplog.at_level(logging.ERROR, logger="megafp8"):
+        leave(three[2], ValueError("planted"))
+        limit = time.monotonic() + 10.0
+        while not caplog.records:
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        time.sleep(0.5)
+    (line,) = [entry.getMessage() for entry in caplog.records]
+    assert line == (
+        "rank 2 failed first, at iteration 7: ValueError: planted; this rank is at iteration 7 "
+        "and waits"
+    )
+
+
+def test_a_rank_that_leaves_has_no_need_of_that(
+    three: list[Watch], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR, logger="megafp8"):
+        three[0]._leaving = True  # its main thread asks, or cleans up
+        leave(three[2], ValueError("planted"))
+        time.sleep(0.5)
+    assert not caplog.records

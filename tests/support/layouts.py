@@ -31,14 +31,9 @@ from megafp8.precision import PrecisionPlan, recipe_from_config
 from megafp8.train.batch_size import BatchSizeSchedule
 from megafp8.train.loss_scaler import build_loss_scaler
 from megafp8.train.schedule import LearningRateSchedule
-from megafp8.train.state import (
-    TrainState,
-    _placed_like,
-    load_state,
-    save_state,
-    state_tensors,
-)
+from megafp8.train.state import TrainState, _placed_like, state_tensors
 from megafp8.train.step import StepResult, TrainingStep
+from tests.support.states import load_state, save_state
 
 ROOT = Path(__file__).resolve().parents[2]
 PARITY = ("--config", str(ROOT / "scripts/configs/parity.yaml"))

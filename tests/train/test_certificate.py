@@ -10,7 +10,7 @@ from megafp8.checkpoint.find import read_record
 from megafp8.checkpoint.rewrite import write_streaming
 from megafp8.checkpoint.streaming import TensorReader
 from megafp8.errors import CheckpointError
-from megafp8.train.state import Certificate, TrainState, load_run, save_state
+from megafp8.train.state import Certificate, TrainState, load_run
 from tests.model.small import (
     FP8,
     VOCAB,
@@ -18,6 +18,7 @@ from tests.model.small import (
     small_config,
     start_run,
 )
+from tests.support.states import save_state
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 OWN = {**FP8, "fp8_reduce_amax": False}

@@ -13,7 +13,7 @@ from megafp8.checkpoint.rewrite import write_streaming
 from megafp8.checkpoint.scale_state import scale_targets
 from megafp8.checkpoint.streaming import TensorReader
 from megafp8.errors import CheckpointError
-from megafp8.train.state import TrainState, load_state, save_state
+from megafp8.train.state import TrainState
 from tests.model.small import (
     FP8,
     VOCAB,
@@ -21,26 +21,26 @@ from tests.model.small import (
     small_config,
     start_run,
 )
+from tests.support.states import load_state, save_state
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 WEIGHT = "decoder.layers.1.mlp.linear_fc1.weight"
-
-
 MOMENT = f"optimizer.{WEIGHT}.exp_avg"
+NOT_FINITE = "holds 1 values that are not finite"
 
 
 @pytest.mark.parametrize(
     ("name", "bad", "message"),
     [
-        (WEIGHT, math.nan, "not finite"),
-        (WEIGHT, -math.inf, "not finite"),
-        (MOMENT, math.nan, "not finite"),
-        (MOMENT, math.inf, "not finite"),
-        (f"{MOMENT}_sq", -1e-30, "a second moment of -1e-30"),
-        (f"{MOMENT}_sq", math.nan, "not finite"),
-        (f"optimizer.{WEIGHT}.step", math.inf, "not finite"),
-        (f"optimizer.{WEIGHT}.step", -1.0, "-1 steps"),
-        (f"optimizer.{WEIGHT}.step", 0.5, "0.5 steps"),
+        (WEIGHT, math.nan, NOT_FINITE),
+        (WEIGHT, -math.inf, NOT_FINITE),
+        (MOMENT, math.nan, NOT_FINITE),
+        (MOMENT, math.inf, NOT_FINITE),
+        (f"{MOMENT}_sq", -1e-30, "holds 1 negative values, down to -1e-30"),
+        (f"{MOMENT}_sq", math.nan, NOT_FINITE),
+        (f"optimizer.{WEIGHT}.step", math.inf, NOT_FINITE),
+        (f"optimizer.{WEIGHT}.step", -1.0, "holds 1 negative values, down to -1"),
+        (f"optimizer.{WEIGHT}.step", 2.5, "holds 2.5 steps, expected a whole number"),
     ],
 )
 def test_values_that_no_run_has_are_named(

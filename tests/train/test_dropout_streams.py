@@ -19,7 +19,7 @@ from torch import Tensor
 
 import megafp8.layers.dropout as dropout
 import megafp8.layers.native.attention_core as attention
-from megafp8.train.state import TrainState, load_state, save_state
+from megafp8.train.state import TrainState
 from tests.model.small import (
     VOCAB,
     assert_same_bytes,
@@ -28,6 +28,7 @@ from tests.model.small import (
     small_config,
     start_run,
 )
+from tests.support.states import load_state, save_state
 
 # Hidden states of 64 x 2 x 80 = 10 240 elements; attention of 2 x 4 x 64 x 65 / 2 = 16 640 weights.
 SIZES = {

@@ -16,7 +16,7 @@ from megafp8.data.gpt_dataset import MockGPTDataset
 from megafp8.data.loader import BatchLoader
 from megafp8.evaluation import validation_loss
 from megafp8.layers.native.linear import Fp8Linear
-from megafp8.train.state import TrainState, load_state, save_state
+from megafp8.train.state import TrainState
 from tests.model.small import (
     FP8,
     LLAMA,
@@ -30,6 +30,7 @@ from tests.model.small import (
     small_config,
     start_run,
 )
+from tests.support.states import load_state, save_state
 
 STEPS = 3
 BASE: dict[str, Any] = {**FP8, "clip_grad": 0.0, "lr": 1e-2}

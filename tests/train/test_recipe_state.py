@@ -11,7 +11,7 @@ from megafp8.data.gpt_dataset import MockGPTDataset
 from megafp8.data.loader import BatchLoader
 from megafp8.evaluation import validation_loss
 from megafp8.numerics import compute_amax
-from megafp8.train.state import TrainState, load_state, save_state
+from megafp8.train.state import TrainState
 from tests.model.small import (
     VOCAB,
     Run,
@@ -20,6 +20,7 @@ from tests.model.small import (
     small_config,
     start_run,
 )
+from tests.support.states import load_state, save_state
 from tests.train.test_fp8_state import assert_same_traces, fp8_linears, merged, trace
 
 pytestmark = pytest.mark.usefixtures("one_rank")
