@@ -9,11 +9,22 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("WANDB_MODE", "offline")
 
 import random
+import signal
 import sys
 
 import pytest
 
 from tests.support.fixtures import ranks  # noqa: F401
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C also where a shell started the tests in the background.
+
+    Such a shell has the signal ignored, programs that a test starts would inherit that, and the
+    tests of how runs are interrupted would interrupt nothing.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
