@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megafp8.config.checkpoint_args import SavedRun, take_model
+from megafp8.config.idle_flags import idle_defaults
 from megafp8.config.megatron_flags import judge
 from megafp8.config.names import SECTIONS, Target, suggestion, targets
 from megafp8.config.run import RunConfig
@@ -86,6 +87,9 @@ def parse_command(argv: list[str], saved_run: SavedRun | None = None) -> Command
         given.pop(key, None)
     given.update(flags)
     config = _build(given, accepted, saved_run)
+    named = [field for section, field in flags if section == "precision"]
+    for sentence in idle_defaults(config.precision, named):
+        raise ConfigurationError(sentence)
     if world_size is None:
         return Command(config, dry_run)
     if not dry_run:

@@ -6,7 +6,7 @@ that a control run may keep every other flag. So does `--precision auto` on a de
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,19 +39,41 @@ FP8_ONLY = (
 
 def idle_flags(precision: PrecisionConfig) -> Iterator[str]:
     """Yield a sentence for each flag that has no effect and was not turned off by name."""
-    if precision.fp8_format is None and precision.precision is None:
+    if _undecided(precision):
         for name in FP8_ONLY:
             if _given(precision, name):
-                yield (
-                    f"{spelled(name, getattr(precision, name))} needs --fp8-format hybrid or "
-                    "e4m3, found neither; --fp8-format none keeps FP8 off and leaves such flags out"
-                )
+                yield _needs_fp8(precision, name)
     for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
         if _given(precision, name) and not precision.first_last_layers_bf16:
             yield (
                 f"{spelled(name, getattr(precision, name))} needs --first-last-layers-bf16, which "
                 "keeps those layers in BF16"
             )
+
+
+def idle_defaults(precision: PrecisionConfig, named: Iterable[str]) -> Iterator[str]:
+    """Yield a sentence for each flag that asks for FP8 with its default value.
+
+    Args:
+        precision: The run's.
+        named: Fields that are on the command line. A file may hold a run's configuration whole.
+    """
+    for name in named:
+        value = getattr(precision, name)
+        asks = not isinstance(value, bool) and value not in (None, "none")
+        if _undecided(precision) and name in FP8_ONLY and asks:
+            yield _needs_fp8(precision, name)
+
+
+def _undecided(precision: PrecisionConfig) -> bool:
+    return precision.fp8_format is None and precision.precision is None
+
+
+def _needs_fp8(precision: PrecisionConfig, name: str) -> str:
+    return (
+        f"{spelled(name, getattr(precision, name))} needs --fp8-format hybrid or e4m3, found "
+        "neither; --fp8-format none keeps FP8 off and leaves such flags out"
+    )
 
 
 def _given(precision: PrecisionConfig, name: str) -> bool:

@@ -41,8 +41,13 @@ def checkpoint_to_load(config: RunConfig) -> Path | None:
         raise CheckpointError(
             f"--load {load}: found no checkpoint there, and --exit-on-missing-checkpoint is given"
         )
+    if found is None and config.checkpoint.finetune:
+        raise CheckpointError(
+            f"--load {load}: found no checkpoint there, and --finetune has nothing to start from"
+        )
     if found is None:
-        log.info("--load %s holds no checkpoint: training starts fresh", load)
+        found_there = "holds no checkpoint" if Path(load).is_dir() else "does not exist"
+        log.warning("--load %s %s: training starts fresh", load, found_there)
     return found
 
 

@@ -249,6 +249,10 @@ def test_contradictions(text: str, fragment: str) -> None:
         "--fp8-tp-comm none",
         "--fp8-grad-reduce",
         "--fp8-kernels eager",
+        # With their default values, too.
+        "--fp8-recipe delayed",
+        "--fp8-margin 0",
+        "--fp8-tp-comm all-gather",
     ],
 )
 def test_fp8_flags_need_fp8(flag: str) -> None:
@@ -305,7 +309,8 @@ def test_gathered_codes_need_one_scale() -> None:
         "--bf16 --fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 0",
         "--bf16 --fp8-format none --fp8-recipe mxfp8 --no-fp8-wgrad --first-last-layers-bf16",
         "--precision auto --fp8-tp-comm all --fp8-param-gather --fp8-grad-reduce",
-        "--bf16 --fp8-recipe delayed --fp8-emulate",
+        "--bf16 --fp8-emulate",
+        "--bf16 --no-fp8-param-gather --fp8-wgrad",
         "--recompute-granularity selective",
         "--recompute-granularity full --recompute-num-layers 1",
         "--lr-decay-style WSD --lr-wsd-decay-iters 3",

@@ -59,8 +59,12 @@ def test_an_error_that_was_written_for_users_keeps_its_words() -> None:
     assert str(raised.value) == "writing to runs/x: no such layer"
 
 
-def test_an_empty_load_folder_starts_fresh_unless_told_otherwise(tmp_path) -> None:
-    assert checkpoint_to_load(small_config(load=str(tmp_path))) is None
-    strict = small_config(load=str(tmp_path), exit_on_missing_checkpoint=True)
-    with pytest.raises(CheckpointError, match="found no checkpoint there"):
-        checkpoint_to_load(strict)
+@pytest.mark.parametrize("strict", ["exit_on_missing_checkpoint", "finetune"])
+def test_an_empty_load_folder_starts_fresh_unless_told_otherwise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, strict: str
+) -> None:
+    for folder, what in ((tmp_path, "holds no checkpoint"), (tmp_path / "no", "does not exist")):
+        assert checkpoint_to_load(small_config(load=str(folder))) is None
+        assert f"--load {folder} {what}: training starts fresh" in caplog.text
+    with pytest.raises(CheckpointError, match="found no checkpoint there, and --"):
+        checkpoint_to_load(small_config(load=str(tmp_path), **{strict: True}))

@@ -201,7 +201,7 @@ def write_native(
     written.notes.append(
         f"{final} holds weights and no optimizer state: pretrain_gpt.py --config "
         f"{shlex.quote(str(final / 'config.yaml'))} trains on from them (it sets --load and "
-        "--finetune)"
+        "--finetune, and no FP8: --bf16 --fp8-format hybrid turns it on)"
     )
     written.tensors = len(entries)
     written.bytes = sum(entry.nbytes for entry in entries.values())
@@ -226,7 +226,7 @@ def _kept_scales(view: ModelView) -> dict[str, Tensor]:
 def _final_config(view: ModelView, final: Path) -> RunConfig:
     """The view's configuration with the names that its files will have."""
     config = view.config
-    checkpoint = CheckpointConfig(load=str(final), finetune=True)
+    checkpoint = CheckpointConfig(load=str(final), finetune=True, exit_on_missing_checkpoint=True)
     data = config.data
     if data.tokenizer_model is not None and view.carried:
         tokenizer = final / FOLDER

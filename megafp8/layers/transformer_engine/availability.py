@@ -17,7 +17,7 @@ import torch
 from megafp8.errors import PrecisionError
 
 MINIMUM = (2, 20)
-INSTALL = 'install it with: pip install --no-build-isolation "megafp8[te]" (docs/install.md)'
+INSTALL = "install it with: pip install --no-build-isolation -e .[te] (in the project's folder)"
 # Name -> the value TE has without the variable; set so that a change of its default shows.
 PINNED = {
     "NVTE_FP8_DPA_BWD": "1",
