@@ -108,6 +108,9 @@ _ALTERNATIVES = (
     (("optimizer", "lr_warmup_iters"), ("optimizer", "lr_warmup_fraction")),
 )
 
+# What `--precision auto` decides.
+_DECIDED = [("precision", name) for name in ("bf16", "fp16", "fp8_format", "fp8_recipe")]
+
 
 def _set_aside(flags: dict[tuple[str, str], _Given]) -> list[tuple[str, str]]:
     """Return the keys of a file that the flags given replace by another key."""
@@ -116,6 +119,9 @@ def _set_aside(flags: dict[tuple[str, str], _Given]) -> list[tuple[str, str]]:
         for named, other in (pair, pair[::-1]):
             if named in flags and other not in flags:
                 found.append(other)
+    if ("precision", "precision") in flags:
+        # `auto`: a preset says what it was made for, and is not asked.
+        found += [key for key in _DECIDED if key not in flags]
     return found
 
 

@@ -1,5 +1,7 @@
 """What `auto` takes on pretended devices."""
 
+from pathlib import Path
+
 import pytest
 
 from megafp8.config import RunConfig, load_config
@@ -12,6 +14,7 @@ FLAGS = (
     "--vocab-size 100"
 ).split()
 CPU = Hardware("cpu", "cpu")
+PRESETS = Path(__file__).resolve().parents[2] / "scripts" / "configs"
 
 
 def gpu(major: int, minor: int) -> Hardware:
@@ -92,3 +95,13 @@ def test_what_auto_takes_is_checked_with_the_other_flags() -> None:
     assert for_hardware(asked, gpu(7, 0))[0].precision.loss_scale == 128
     with pytest.raises(ConfigurationError, match=r"bf16 True .*a GPU.*: --loss-scale 128 needs"):
         for_hardware(asked, gpu(8, 0))
+
+
+@pytest.mark.parametrize("preset", ["tiny", "parity", "llama3_8b", "llama3_70b", "gpt2_345m"])
+def test_auto_on_the_command_line_takes_the_place_of_a_preset_s_choice(preset: str) -> None:
+    path = str(PRESETS / f"{preset}.yaml")
+    asked = load_config(["--config", path, "--precision", "auto"])
+    assert not asked.precision.bf16 and asked.precision.fp8_format is None
+    assert for_hardware(asked, gpu(9, 0))[0].precision.fp8_format == "hybrid"
+    with pytest.raises(ConfigurationError, match="--precision auto contradicts --bf16"):
+        load_config(["--config", path, "--precision", "auto", "--bf16"])
