@@ -62,7 +62,10 @@ def trained(tmp_path: Path) -> Path:
 
 def test_dynamic(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "in")
+    lines = run_convert("hf", "hf", folder, tmp_path / "wide", fp8="dynamic", dtype="fp32")
+    assert any("what is not FP8 is float32" in line for line in lines)
     lines = run_convert("hf", "hf", folder, tmp_path / "out", fp8="dynamic", dtype="bf16")
+    assert not any("float32" in line for line in lines)
     assert lines[-1].startswith("verified: 14 FP8 weights decode to the source")
     found, source = load_file(tmp_path / "out/model.safetensors"), weights()
     assert found.keys() == source.keys() | {f"{n}_scale" for n in source if is_linear(n)}

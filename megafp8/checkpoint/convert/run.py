@@ -249,6 +249,11 @@ def _write_hf(
         items = fp8_items(view, model_type, dtype, exact, written.checksums, plan)
         written.what += f", {len(plan.chosen)} linears in FP8 {options.fp8}"
         extra = plan.config()
+        if dtype == torch.float32:
+            written.notes.append(
+                "what is not FP8 is float32, which engines may run in FP16 unless they are told "
+                "another dtype; --dtype bf16 writes bfloat16"
+            )
     else:
         items = plain_items(view, model_type, dtype, exact, written.checksums)
     with _bar("writing", sum(item.nbytes for item in items)) as advance:
