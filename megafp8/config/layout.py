@@ -91,7 +91,7 @@ class Layout:
         unit = micro_batch_size * self.dp
         if global_batch_size < unit or global_batch_size % unit:
             raise ConfigurationError(
-                f"global batch size {global_batch_size} is not divisible by micro batch "
+                f"global batch size {global_batch_size} is not a multiple of --micro-batch-size "
                 f"{micro_batch_size} * data parallel {self.dp} = {unit}"
             )
         count = global_batch_size // unit
@@ -221,11 +221,19 @@ def _check_batches(training: TrainingConfig, layout: Layout) -> None:
     if training.global_batch_size is None:
         layout.num_microbatches(training.micro_batch_size * layout.dp, training.micro_batch_size)
         return
-    layout.num_microbatches(training.global_batch_size, training.micro_batch_size)
+    size, micro = training.global_batch_size, training.micro_batch_size
+    unit = micro * layout.dp
+    if size % unit:
+        other = "" if size % layout.dp else ", or another --micro-batch-size"
+        raise ConfigurationError(
+            f"--global-batch-size {size} is not a multiple of --micro-batch-size {micro} * data "
+            f"parallel {layout.dp} = {unit}; give {unit}, {2 * unit}, ...{other}"
+        )
+    layout.num_microbatches(size, micro)
     sizes = ramp_sizes(training)
     for size in sizes or ():
         try:
-            layout.num_microbatches(size, training.micro_batch_size)
+            layout.num_microbatches(size, micro)
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"--rampup-batch-size reaches batch size {size}: {error}"
