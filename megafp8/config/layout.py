@@ -147,11 +147,11 @@ def build_layout(
         schedule=parallel.schedule,
     )
     _check_batches(training, layout)
-    if model.swiglu and model.hidden_size % fsdp:
+    unsharded = shard_problem(model, fsdp)
+    if unsharded is not None:
         raise ConfigurationError(
-            f"hidden_size {model.hidden_size} is not divisible by fsdp_size {fsdp}: with --swiglu "
-            "linear_fc1 is sharded along the hidden size; set --fsdp-size to a divisor of both "
-            f"{model.hidden_size} and data parallel {dp}"
+            f"{unsharded}; set --fsdp-size to a divisor of both {model.hidden_size} and data "
+            f"parallel {dp}"
         )
     recompute = training.recompute_num_layers
     if recompute is not None and recompute > layout.layers_per_stage:
@@ -160,6 +160,16 @@ def build_layout(
             f"of a stage ({model.num_layers} layers over {layout.num_stages} stages)"
         )
     return layout
+
+
+def shard_problem(model: ModelConfig, fsdp_size: int) -> str | None:
+    """Return why the weights cannot be sharded over so many ranks; None where they can."""
+    if model.swiglu and model.hidden_size % fsdp_size:
+        return (
+            f"hidden_size {model.hidden_size} is not divisible by fsdp_size {fsdp_size}: with "
+            "--swiglu linear_fc1 is sharded along the hidden size"
+        )
+    return None
 
 
 def chunks_per_rank(model: ModelConfig, parallel: ParallelConfig) -> int:

@@ -77,7 +77,8 @@ def load(text: str = "", layers: int = 8, micro: int = 2, batch: int | None = 16
             "--swiglu",
             64,
             {"batch": 128},
-            "hidden_size 32 is not divisible by fsdp_size 64",
+            "hidden_size 32 is not divisible by fsdp_size 64: with --swiglu linear_fc1 is sharded "
+            "along the hidden size; set --fsdp-size to a divisor of both 32 and data parallel 64",
         ),
     ],
 )
