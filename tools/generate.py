@@ -5,6 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megafp8.data.tokenizers import TOKENIZER_TYPES  # noqa: E402
 from megafp8.data.tool_parser import ToolParser, run_tool  # noqa: E402
 
 
@@ -17,6 +18,10 @@ def main() -> int:
         "--temperature", type=float, default=0.8, help="0 takes the most likely token each time"
     )
     parser.add_argument("--seed", type=int, default=1234, help="seed of the draws")
+    parser.add_argument(
+        "--tokenizer-type", choices=TOKENIZER_TYPES, help="instead of the run's tokenizer"
+    )
+    parser.add_argument("--tokenizer-model", help="its file or folder, instead of the run's")
     args = parser.parse_args()
     if args.max_new_tokens < 1:
         parser.error(f"--max-new-tokens {args.max_new_tokens}: allowed a positive integer")
@@ -27,7 +32,15 @@ def main() -> int:
         # Imported here: torch takes seconds, and --help needs none of it.
         from megafp8.launch.sample import sample_text
 
-        text = sample_text(args.load, args.prompt, args.max_new_tokens, args.temperature, args.seed)
+        text = sample_text(
+            args.load,
+            args.prompt,
+            args.max_new_tokens,
+            args.temperature,
+            args.seed,
+            args.tokenizer_type,
+            args.tokenizer_model,
+        )
         return [text]
 
     return run_tool(work)

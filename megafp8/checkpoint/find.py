@@ -92,7 +92,7 @@ def _refuse_what_is_meant_otherwise(folder: Path) -> None:
             "copy it again, whole",
         )
     elif within.is_dir() and _survey(within)[1]:
-        what, do = "no checkpoint, its folder checkpoints does", f"give --load {within}"
+        what, do = "no checkpoint, its folder checkpoints does", f"give {within}"
     else:
         return
     raise CheckpointError(f"{folder} holds {what}; {do}")

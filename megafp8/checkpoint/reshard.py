@@ -22,7 +22,7 @@ from megafp8.checkpoint.rewrite import write_streaming
 from megafp8.checkpoint.streaming import TensorReader, bytes_of, crc32_of_tensor
 from megafp8.checkpoint.values import flaw, summary
 from megafp8.config import Layout, ModelShape, RunConfig
-from megafp8.config.layout import build_layout
+from megafp8.config.layout import build_layout, shard_problem
 from megafp8.errors import CheckpointError, ConfigurationError
 from megafp8.log import get_logger
 
@@ -282,6 +282,9 @@ def _fit(
     if target.replicate_size > 1:
         values["parallel"]["use_distributed_optimizer"] = False
     config = RunConfig.from_dict(values)
+    unsharded = shard_problem(config.model, target.fsdp_size)
+    if unsharded is not None:
+        raise ConfigurationError(unsharded)  # a run's advice depends on its number of processes
     dp = target.fsdp_size * target.replicate_size
     # The batch is the next run's business: one that fits, whatever the layout.
     training = config.training.model_copy(
@@ -311,4 +314,7 @@ def _allowed(record: CheckpointRecord, target: TargetLayout, vocab_size: int) ->
         # A size that rules nothing out has nothing to do with the refusal.
         if fits and len(fits) < len(_TRIED):
             found.append(f"--{field.replace('_', '-')} {', '.join(fits)}")
-    return f"allowed with the other sizes as they are: {' or '.join(found)}" if found else ""
+    if not found:
+        return ""
+    tried = f"of {_TRIED[0]} to {_TRIED[-1]}"
+    return f"allowed with the other sizes as they are ({tried}): {' or '.join(found)}"

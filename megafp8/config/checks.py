@@ -346,8 +346,8 @@ def _training(config: RunConfig) -> Iterator[str]:
     size, micro = training.global_batch_size, training.micro_batch_size
     if size is not None and size % micro:
         yield (
-            f"global batch size {size} is not divisible by micro batch {micro} * data parallel "
-            f"1 = {micro}, nor by any other data parallel size"
+            f"--global-batch-size {size} is not a multiple of --micro-batch-size {micro}; give "
+            f"{micro}, {2 * micro}, ..., or another --micro-batch-size"
         )
     if training.rampup_batch_size is None:
         return
@@ -380,7 +380,12 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
     length = optimizer.lr_decay_iters or training.train_iters
     name = "lr_decay_iters" if optimizer.lr_decay_iters else "train_iters"
     if length is not None and optimizer.lr_warmup_iters >= length:
-        yield f"lr_warmup_iters {optimizer.lr_warmup_iters} must be below {name} {length}"
+        flag = name.replace("_", "-")
+        fits = "0" if length == 1 else f"0 to {length - 1}"
+        yield (
+            f"--lr-warmup-iters {optimizer.lr_warmup_iters} must be below --{flag} {length}; give "
+            f"--lr-warmup-iters {fits}"
+        )
     wsd = optimizer.lr_wsd_decay_iters
     if optimizer.lr_decay_style == "WSD" and wsd is None:
         yield "--lr-decay-style WSD needs --lr-wsd-decay-iters"
@@ -400,16 +405,17 @@ def _data(config: RunConfig) -> Iterator[str]:
         for name in ("train_data_path", "valid_data_path", "test_data_path")
         if getattr(data, name) is not None
     ]
+    split_flags = ["--" + name.replace("_", "-") for name in split_paths]
     if data.data_path is not None and split_paths:
-        yield f"data_path contradicts {', '.join(split_paths)}; give one kind"
+        yield f"--data-path contradicts {', '.join(split_flags)}; give one kind"
     if data.mock_data and (data.data_path is not None or split_paths):
         yield "--mock-data contradicts " + ", ".join(
-            (["data_path"] if data.data_path is not None else []) + split_paths
+            (["--data-path"] if data.data_path is not None else []) + split_flags
         )
     if split_paths and data.train_data_path is None:
-        yield f"{', '.join(split_paths)} needs --train-data-path"
+        yield f"{', '.join(split_flags)} needs --train-data-path"
     if data.split is not None and split_paths:
-        yield f"--split {data.split} divides --data-path; it contradicts {', '.join(split_paths)}"
+        yield f"--split {data.split} divides --data-path; it contradicts {', '.join(split_flags)}"
     if data.tokenizer_type == "NullTokenizer" and data.vocab_size is None:
         yield "--tokenizer-type NullTokenizer needs --vocab-size"
 

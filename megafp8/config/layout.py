@@ -91,7 +91,7 @@ class Layout:
         unit = micro_batch_size * self.dp
         if global_batch_size < unit or global_batch_size % unit:
             raise ConfigurationError(
-                f"global batch size {global_batch_size} is not divisible by micro batch "
+                f"global batch size {global_batch_size} is not a multiple of --micro-batch-size "
                 f"{micro_batch_size} * data parallel {self.dp} = {unit}"
             )
         count = global_batch_size // unit
@@ -147,11 +147,11 @@ def build_layout(
         schedule=parallel.schedule,
     )
     _check_batches(training, layout)
-    if model.swiglu and model.hidden_size % fsdp:
+    unsharded = shard_problem(model, fsdp)
+    if unsharded is not None:
         raise ConfigurationError(
-            f"hidden_size {model.hidden_size} is not divisible by fsdp_size {fsdp}: with --swiglu "
-            "linear_fc1 is sharded along the hidden size; set --fsdp-size to a divisor of both "
-            f"{model.hidden_size} and data parallel {dp}"
+            f"{unsharded}; set --fsdp-size to a divisor of both {model.hidden_size} and data "
+            f"parallel {dp}"
         )
     recompute = training.recompute_num_layers
     if recompute is not None and recompute > layout.layers_per_stage:
@@ -160,6 +160,16 @@ def build_layout(
             f"of a stage ({model.num_layers} layers over {layout.num_stages} stages)"
         )
     return layout
+
+
+def shard_problem(model: ModelConfig, fsdp_size: int) -> str | None:
+    """Return why the weights cannot be sharded over so many ranks; None where they can."""
+    if model.swiglu and model.hidden_size % fsdp_size:
+        return (
+            f"hidden_size {model.hidden_size} is not divisible by fsdp_size {fsdp_size}: with "
+            "--swiglu linear_fc1 is sharded along the hidden size"
+        )
+    return None
 
 
 def chunks_per_rank(model: ModelConfig, parallel: ParallelConfig) -> int:
@@ -221,11 +231,19 @@ def _check_batches(training: TrainingConfig, layout: Layout) -> None:
     if training.global_batch_size is None:
         layout.num_microbatches(training.micro_batch_size * layout.dp, training.micro_batch_size)
         return
-    layout.num_microbatches(training.global_batch_size, training.micro_batch_size)
+    size, micro = training.global_batch_size, training.micro_batch_size
+    unit = micro * layout.dp
+    if size % unit:
+        other = "" if size % layout.dp else ", or another --micro-batch-size"
+        raise ConfigurationError(
+            f"--global-batch-size {size} is not a multiple of --micro-batch-size {micro} * data "
+            f"parallel {layout.dp} = {unit}; give {unit}, {2 * unit}, ...{other}"
+        )
+    layout.num_microbatches(size, micro)
     sizes = ramp_sizes(training)
     for size in sizes or ():
         try:
-            layout.num_microbatches(size, training.micro_batch_size)
+            layout.num_microbatches(size, micro)
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"--rampup-batch-size reaches batch size {size}: {error}"

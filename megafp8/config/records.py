@@ -50,7 +50,10 @@ class LoggingConfig(Section):
     """The run folder and what is logged."""
 
     run_dir: str | None = Field(default=None, description="run folder (default: made under runs/)")
-    log_interval: PositiveInt = Field(default=100, description="iterations between log lines")
+    log_interval: PositiveInt = Field(
+        default=100,
+        description="iterations between log lines; the first and the last print one too",
+    )
     log_throughput: bool = Field(default=False, description="add TFLOP/s to the log line")
     log_params_norm: bool = Field(default=False, description="add the norm of the parameters")
     log_num_zeros_in_grad: bool = Field(default=False, description="add the zeros among gradients")

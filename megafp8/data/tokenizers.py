@@ -248,7 +248,7 @@ def resolve_vocab_size(data: Any, tokenizer: Tokenizer | None = None) -> int:
     if data.vocab_size < tokenizer.vocab_size:
         raise DataError(
             f"--vocab-size {data.vocab_size} is smaller than the tokenizer's "
-            f"{tokenizer.vocab_size} ids"
+            f"{tokenizer.vocab_size} ids; give --vocab-size {tokenizer.vocab_size} or more"
         )
     return int(data.vocab_size)
 

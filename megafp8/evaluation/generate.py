@@ -41,6 +41,7 @@ def generate(
     ids = tokenizer.encode(prompt) or [tokenizer.eod]
     for _ in range(max_new_tokens):
         logits = _next_logits(stage, ids[-seq_length:], seq_length, device)
+        logits = logits[: tokenizer.vocab_size]  # a larger vocabulary's other ids have no text
         if temperature == 0:
             token = int(logits.argmax())
         else:

@@ -6,8 +6,10 @@ from pathlib import Path
 import torch
 
 from megafp8.checkpoint import find_checkpoint
+from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.whole_model import load_model
-from megafp8.data.tokenizers import build_tokenizer
+from megafp8.config.data import DataConfig
+from megafp8.data.tokenizers import TOKENIZER_TYPES, build_tokenizer
 from megafp8.errors import CheckpointError, DataError
 from megafp8.evaluation import generate
 from megafp8.log import configure
@@ -15,7 +17,13 @@ from megafp8.parallel import start, stop
 
 
 def sample_text(
-    load: str | Path, prompt: str, max_new_tokens: int, temperature: float, seed: int
+    load: str | Path,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    tokenizer_type: str | None = None,
+    tokenizer_model: str | None = None,
 ) -> str:
     """Continue `prompt` with the model of a checkpoint.
 
@@ -25,22 +33,56 @@ def sample_text(
         max_new_tokens: tokens to add at most.
         temperature: 0 takes the most likely token each time.
         seed: of the draws.
+        tokenizer_type: instead of the run's, of which then nothing is taken.
+        tokenizer_model: file or folder, instead of the run's.
 
     Raises:
         CheckpointError: no complete checkpoint there, or a damaged one.
-        DataError: the run's tokenizer is not there any more.
+        DataError: the tokenizer is not there (any more), the run had none and none is given, or the
+            one given has more ids than the model.
     """
     configure(0, level=logging.WARNING)
     checkpoint = find_checkpoint(Path(load))
     if checkpoint is None:
-        raise CheckpointError(f"{load}: found no checkpoint to sample from")
+        raise CheckpointError(f"{load} holds no checkpoint{found_instead(Path(load))}")
     world = start(0, 1, 0)
     if world.device.type == "cpu":
         torch.set_num_threads(1)  # one token's work is too small to share: 5 s become 40 with two
     model, config, shape, _ = load_model(checkpoint, world)
-    tokenizer = build_tokenizer(config.data)
+    data = with_tokenizer(config.data, tokenizer_type, tokenizer_model, shape.vocab_size)
+    tokenizer = build_tokenizer(data)
     if tokenizer is None:
-        raise DataError(f"{checkpoint}: the run has no tokenizer (--tokenizer-type)")
+        raise DataError(
+            f"{checkpoint}: the run has no tokenizer; give --tokenizer-type (and "
+            f"--tokenizer-model): {', '.join(TOKENIZER_TYPES)}"
+        )
+    given = tokenizer_type is not None or tokenizer_model is not None
+    if given and tokenizer.vocab_size > shape.vocab_size:
+        raise DataError(
+            f"--tokenizer-type {data.tokenizer_type} has {tokenizer.vocab_size} ids, more than the "
+            f"{shape.vocab_size} of {checkpoint}; give the tokenizer it was trained with"
+        )
     text = generate(model, tokenizer, prompt, shape.seq_length, max_new_tokens, temperature, seed)
     stop()
     return text
+
+
+def with_tokenizer(
+    data: DataConfig, kind: str | None, model: str | None, vocab_size: int
+) -> DataConfig:
+    """Return the data section with another tokenizer.
+
+    Args:
+        data: of the run.
+        kind: `--tokenizer-type`; None keeps the run's.
+        model: `--tokenizer-model`; None keeps the run's, where the type is the run's too.
+        vocab_size: ids of the model, the end of a document among them.
+    """
+    values: dict[str, str | int | None] = {}
+    if kind is not None and kind != data.tokenizer_type:
+        values = {"tokenizer_type": kind, "tokenizer_model": None}
+        if kind == "NullTokenizer":
+            values["vocab_size"] = vocab_size - 1  # it adds one for the end of a document
+    if model is not None:
+        values["tokenizer_model"] = model
+    return data.model_copy(update=values)

@@ -152,6 +152,9 @@ class Interval:
     def __init__(self) -> None:
         self._items: list[IterationMetrics] = []
 
+    def __len__(self) -> int:
+        return len(self._items)
+
     def add(self, metrics: IterationMetrics) -> None:
         """Take one iteration."""
         self._items.append(metrics)
@@ -186,7 +189,8 @@ class MetricsWriter:
         run_dir: Run folder; made if it is not there.
         enabled: True on rank 0 alone; elsewhere nothing is written, read or printed.
         total_iterations: Iterations of the run.
-        log_interval: A line is printed for each iteration that is a multiple of it.
+        log_interval: A line is printed for each iteration that is a multiple of it, and for the
+            first and the last one.
         resumed_iteration: Iteration of the loaded checkpoint, 0 for a fresh run. Entries after it
             come from iterations that will run again, and are dropped; a fresh run finds those of
             another one and sets them aside.
@@ -210,6 +214,7 @@ class MetricsWriter:
             return
         self._total_iterations = total_iterations
         self._log_interval = log_interval
+        self._first_iteration = resumed_iteration + 1
         self._log_throughput = log_throughput
         self._observers = tuple(observers)
         self._interval = Interval()
@@ -226,15 +231,20 @@ class MetricsWriter:
             return
         self._sink.write(metrics.entry())
         self._interval.add(metrics)
-        if metrics.iteration % self._log_interval == 0:
-            line = self._interval.line(
-                self._total_iterations,
-                with_throughput=self._log_throughput,
-                timestamp=datetime.now(),
-            )
-            self._print(line)
+        ends = metrics.iteration in (self._first_iteration, self._total_iterations)
+        if ends or metrics.iteration % self._log_interval == 0:
+            self._print_line()
         for observer in self._observers:
             observer.observe(metrics)
+
+    def _print_line(self) -> None:
+        """Print the line of the iterations since the last one."""
+        line = self._interval.line(
+            self._total_iterations,
+            with_throughput=self._log_throughput,
+            timestamp=datetime.now(),
+        )
+        self._print(line)
 
     def _print(self, line: str) -> None:
         """Print, or warn once: whoever reads along may have left, or the disk under it be full."""
@@ -247,8 +257,10 @@ class MetricsWriter:
             logger.warning("stdout: %s; no more iteration lines, %s has them", error, METRICS_FILE)
 
     def close(self) -> None:
-        """Close the file and the observers."""
+        """Close the file and the observers; a run that was stopped early prints its last line."""
         if self._enabled:
+            if self._interval:
+                self._print_line()
             self._sink.close()
             for observer in self._observers:
                 observer.close()

@@ -255,7 +255,11 @@ def test_full_disk_leaves_nothing(source: Path, tmp_path: Path) -> None:
     [
         (TargetLayout(tensor_model_parallel_size=3), "tensor-model-parallel-size 1, 2"),
         (TargetLayout(pipeline_model_parallel_size=3), "pipeline-model-parallel-size 1, 2, 4"),
-        (TargetLayout(fsdp_size=3), "--fsdp-size 1, 2, 4, 8, 16, 32"),
+        (
+            TargetLayout(fsdp_size=3),
+            "sharded along the hidden size; allowed with the other sizes as they are (of 1 to 64): "
+            "--fsdp-size 1, 2, 4, 8, 16, 32",
+        ),
         (
             TargetLayout(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2),
             "interleaved needs at least 2",

@@ -39,13 +39,14 @@ def load(text: str = "", layers: int = 8, micro: int = 2, batch: int | None = 16
             "",
             3,
             {"micro": 4, "batch": 8},
-            "global batch size 8 is not divisible by micro batch 4 * data parallel 3 = 12",
+            "8 is not a multiple of --micro-batch-size 4 * data parallel 3 = 12; give 12, 24, ...",
         ),
         (
             "",
             8,
             {"micro": 2, "batch": 8},
-            "global batch size 8 is not divisible by micro batch 2 * data parallel 8 = 16",
+            "8 is not a multiple of --micro-batch-size 2 * data parallel 8 = 16; give 16, 32, ..., "
+            "or another --micro-batch-size",
         ),
         (
             "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1",
@@ -63,7 +64,7 @@ def load(text: str = "", layers: int = 8, micro: int = 2, batch: int | None = 16
             "--rampup-batch-size 4 2 100",
             2,
             {"batch": 16},
-            "--rampup-batch-size reaches batch size 6: global batch size 6 is not divisible",
+            "--rampup-batch-size reaches batch size 6: global batch size 6 is not a mult",
         ),
         ("--fsdp-size 3", 4, {}, "data parallel 4 is not divisible by fsdp_size 3"),
         (
@@ -76,7 +77,8 @@ def load(text: str = "", layers: int = 8, micro: int = 2, batch: int | None = 16
             "--swiglu",
             64,
             {"batch": 128},
-            "hidden_size 32 is not divisible by fsdp_size 64",
+            "hidden_size 32 is not divisible by fsdp_size 64: with --swiglu linear_fc1 is sharded "
+            "along the hidden size; set --fsdp-size to a divisor of both 32 and data parallel 64",
         ),
     ],
 )
@@ -90,7 +92,9 @@ def test_what_does_not_fit_is_refused_with_the_equation(
 
 
 def test_batches_that_suit_no_world_size_are_refused_at_once() -> None:
-    with pytest.raises(ConfigurationError, match=r"10 is not divisible by micro batch 4 \* data"):
+    with pytest.raises(
+        ConfigurationError, match="10 is not a multiple of --micro-batch-size 4; give"
+    ):
         load(micro=4, batch=10)
 
 

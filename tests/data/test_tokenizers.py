@@ -214,7 +214,7 @@ def test_vocabulary_size():
     assert resolve_vocab_size(section("ByteTokenizer", vocab_size=300)) == 300
     assert resolve_vocab_size(section("NullTokenizer", vocab_size=100)) == 101
     assert resolve_vocab_size(section(None, vocab_size=100)) == 100
-    with pytest.raises(DataError, match="--vocab-size 256 is smaller than the tokenizer's 257"):
+    with pytest.raises(DataError, match="the tokenizer's 257 ids; give --vocab-size 257 or more"):
         resolve_vocab_size(section("ByteTokenizer", vocab_size=256))
     with pytest.raises(DataError, match="give --tokenizer-type or --vocab-size"):
         resolve_vocab_size(section(None))

@@ -73,7 +73,7 @@ def test_other_ranks_are_silent(runs: list, capsys: pytest.CaptureFixture[str]) 
         (["--tensor-model-parallel-size", "2"], {}, "world size 1 != tp 2"),
         ([], {"WORLD_SIZE": "abc", "RANK": "0"}, "WORLD_SIZE: found 'abc'"),
         ([], {"WORLD_SIZE": "2"}, "RANK is missing"),
-        ([], ranks(0, 3), "global batch size 16 is not divisible by micro batch 2 * data par"),
+        ([], ranks(0, 3), "size 16 is not a multiple of --micro-batch-size 2 * data parallel 3"),
         (["--no-mock-data"], {}, "no data: give --data-path"),
         (["--precision-policy", "/nowhere"], {}, "/nowhere: cannot be read"),
         (["--dry-run", "--world-size", "3", "--fsdp-size", "2"], {}, "data parallel 3"),

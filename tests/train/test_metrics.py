@@ -170,13 +170,31 @@ def test_resuming_at_the_last_entry_leaves_the_file_alone(tmp_path):
     assert path.stat().st_ino == before and len(read_metrics(tmp_path)) == 1
 
 
-def test_lines_are_printed_at_multiples_of_the_interval(tmp_path, capsys):
-    sink = writer(tmp_path, resumed_iteration=3)
-    for iteration in range(4, 8):
+@pytest.mark.parametrize(
+    ("resumed", "total", "interval", "ran", "printed"),
+    [
+        (0, 100, 2, 6, [1, 2, 4, 6]),
+        (3, 100, 2, 8, [4, 6, 8]),
+        (0, 4, 10, 4, [1, 4]),
+        (4, 10, 4, 10, [5, 8, 10]),
+        (0, 100, 10, 7, [1, 7]),  # stopped early
+        (6, 7, 10, 7, [7]),
+        (7, 7, 10, 7, []),
+    ],
+)
+def test_lines_are_printed_at_multiples_of_the_interval_first_and_last(
+    resumed, total, interval, ran, printed, tmp_path, capsys
+):
+    sink = writer(
+        tmp_path, resumed_iteration=resumed, total_iterations=total, log_interval=interval
+    )
+    for iteration in range(resumed + 1, ran + 1):
         sink.write(metrics(iteration))
     sink.close()
     lines = capsys.readouterr().out.splitlines()
-    assert [int(re.search(r"iteration +(\d+)/ +100", line)[1]) for line in lines] == [4, 6]
+    assert [int(re.search(r"iteration +(\d+)/ +\d+ ", line)[1]) for line in lines] == printed
+    if not lines:
+        return
     assert re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration ", lines[0])
 
 

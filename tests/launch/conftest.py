@@ -1,0 +1,1 @@
+from tests.model.small import one_rank  # noqa: F401
