@@ -111,7 +111,10 @@ class CheckpointReader(FileSystemReader):
             content = _Content(file, verify)
             # Private, so that torch may have it writable; nothing is written to it. What it shows
             # of damaged bytes is not used: `locate_tensor` checks all that it returns.
-            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+            # A rank that held nothing of its own has left an empty file, which cannot be mapped.
+            mapped = memoryview(b"")
+            if items:
+                mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
             # In the file's order: the disk reads on while a tensor is looked at and filled.
             for item in sorted(items, key=lambda one: self.storage_data[one.storage_index].offset):
                 place = self.storage_data[item.storage_index]
@@ -180,6 +183,7 @@ def _whole(item: ReadItem, stored: StoredTensor, target: Tensor) -> memoryview |
         return None
     if target.device.type != "cpu" or not target.is_contiguous() or not target.numel():
         return None
+    # A numpy array has a buffer, which its stub does not say.
     return memoryview(target.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

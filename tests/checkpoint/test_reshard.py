@@ -186,3 +186,19 @@ def test_replicas_are_stored_once(ranks: Ranks, tmp_path: Path) -> None:
         for side in ("one", "two")
     ]
     assert abs(sizes[1] - sizes[0]) < 0.02 * sizes[0]
+
+
+def save_and_load_one_tensor(root: str) -> tuple[list[int], list[float]]:
+    tensors = {"a": torch.arange(3.0)}
+    path = save_checkpoint(Path(root), 10, tensors, record(10))
+    sizes = sorted(file.stat().st_size for file in path.glob("*.distcp"))
+    tensors["a"].zero_()
+    assert load_tensors(path, tensors) == []
+    return sizes, tensors["a"].tolist()
+
+
+def test_a_rank_may_have_nothing_of_its_own(ranks: Ranks, tmp_path: Path) -> None:
+    """Of three ranks that hold the same tensor one writes it, the others' files are empty."""
+    for sizes, values in ranks.run(save_and_load_one_tensor, world_size=3, root=str(tmp_path)):
+        assert sizes[:2] == [0, 0] and sizes[2] > 0
+        assert values == [0.0, 1.0, 2.0]
