@@ -16,6 +16,7 @@ from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, SHARED_PREFIX
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
 from megafp8.checkpoint.streaming import WORKERS, TensorReader, bytes_of, in_order
+from megafp8.checkpoint.tensor_file import bytes_view
 from megafp8.checkpoint.values import flaw
 from megafp8.errors import CheckpointError
 
@@ -265,14 +266,15 @@ def _describe(entry: TensorEntry) -> str:
 
 
 def _difference(name: str, old: Tensor, new: Tensor) -> TensorChange | None:
-    a, b = old.reshape(-1), new.reshape(-1)
+    a, b = old.contiguous().view(-1), new.contiguous().view(-1)
     width = old.element_size()
     elements, largest = 0, 0.0
     for start in range(0, a.numel(), _BLOCK):
         left, right = a[start : start + _BLOCK], b[start : start + _BLOCK]
-        if torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
+        changed = bytes_view(left) != bytes_view(right)
+        if not changed.any():
             continue
-        bits = (left.view(torch.uint8) != right.view(torch.uint8)).reshape(-1, width).any(-1)
+        bits = changed.reshape(-1, width).any(-1)
         elements += int(bits.sum())
         gap = (_exact(left[bits]) - _exact(right[bits])).abs().max().item()
         largest = gap if math.isnan(gap) else max(largest, gap)

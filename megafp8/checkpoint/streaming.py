@@ -41,7 +41,7 @@ from megafp8.checkpoint.find import read_record, verify_files
 from megafp8.checkpoint.metadata import check_index
 from megafp8.checkpoint.reader import CheckpointReader
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
-from megafp8.checkpoint.tensor_file import view_tensor
+from megafp8.checkpoint.tensor_file import bytes_view, view_tensor
 from megafp8.checkpoint.writing import ChecksumStream
 from megafp8.errors import CheckpointError
 
@@ -93,12 +93,7 @@ def bytes_of(entry: TensorEntry) -> int:
 
 def crc32_of_tensor(tensor: Tensor) -> str:
     """Return the CRC-32 of a tensor's bytes in row-major order, eight hexadecimal digits."""
-    return f"{crc32(_byte_view(tensor.contiguous())):08x}"
-
-
-def _byte_view(tensor: Tensor) -> Any:
-    """Return the bytes of a contiguous tensor as a numpy array over the same memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return f"{crc32(bytes_view(tensor.contiguous()).numpy()):08x}"
 
 
 class TensorReader:
@@ -395,4 +390,4 @@ def compact(part: Tensor) -> Tensor:
         return part
     if part.numel() == 0:
         return torch.empty(part.shape, dtype=part.dtype)
-    return torch.from_numpy(_byte_view(part)).view(part.dtype).view(part.shape)
+    return torch.from_numpy(bytes_view(part).numpy()).view(part.dtype).view(part.shape)

@@ -177,3 +177,11 @@ def view_tensor(archive: memoryview) -> Tensor | None:
     """
     stored = locate_tensor(archive)
     return None if stored is None else stored.view(archive)
+
+
+def bytes_view(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor in row-major order, uint8 over the same memory."""
+    assert tensor.is_contiguous()
+    # A dimension of length 1 may have any stride, which a tensor of one value keeps when flattened,
+    # and which `view` with another dtype refuses.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -2,7 +2,9 @@
 
 import io
 import pickle
+import struct
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,10 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint import load_tensors, save_checkpoint
-from megafp8.checkpoint.tensor_file import view_tensor
+from megafp8.checkpoint.inspect import compare_checkpoints
+from megafp8.checkpoint.rewrite import write_streaming
+from megafp8.checkpoint.streaming import TensorReader
+from megafp8.checkpoint.tensor_file import bytes_view, view_tensor
 from tests.checkpoint.sharded import record
 
 
@@ -119,6 +124,31 @@ def test_damage_is_no_tensor(content: bytes) -> None:
     assert view_tensor(memoryview(bytearray(content))) is None
     whole = archive(torch.ones(4))
     assert view_tensor(whole[: len(whole) // 2]) is None
+
+
+def test_one_value_with_any_stride_goes_through_a_checkpoint(tmp_path: Path) -> None:
+    """Columns of a table of FP8 amax windows of length 1 keep the stride of the table."""
+    table = torch.arange(12.0).reshape(1, 12)
+    parts = {f"column.{i}": table[:, i] for i in range(12)}
+    assert parts["column.5"].stride() == (12,)
+    paths = [save_checkpoint(tmp_path, 1, parts, record(1))]
+    table += 1
+    paths.append(save_checkpoint(tmp_path, 2, parts, record(2)))
+    load_tensors(paths[0], parts)
+    assert table.tolist() == [list(range(12))]
+    assert TensorReader.open(paths[0]).read("column.5").tolist() == [5.0]
+    assert bytes_view(parts["column.5"]).tolist() == list(struct.pack("<f", 5.0))
+    changes = list(compare_checkpoints(*paths))
+    assert len(changes) == 12 and {(c.elements, c.largest) for c in changes} == {(1, 1.0)}
+    report = reshard_tensors(paths[0], tmp_path / "new")
+    assert report["column.5"] == f"{zlib.crc32(struct.pack('<f', 5.0)):08x}"
+
+
+def reshard_tensors(source: Path, root: Path) -> dict[str, str]:
+    """Write a checkpoint again for one rank; {name: CRC-32 as read back}."""
+    reader = TensorReader.open(source)
+    holding = dict.fromkeys(reader.record.tensors)
+    return write_streaming(root, reader.record, [holding], reader.read)[1]
 
 
 def test_float8_goes_through_a_checkpoint_all_the_same(tmp_path: Path) -> None:
