@@ -44,6 +44,8 @@ class Model:
             embedding is under "output_layer.weight".
         tied: whether embedding and output layer share values.
         partial_gradients: names whose gradients are partial sums over tp after the backward.
+        averaged_gradients: names of replicated parameters whose gradients tp ranks have each cast
+            with scales of their own; without an average they would drift apart.
         backend: which backend made the layers, and why.
         scope: `Backend.scope`, for calling single layers.
         fp8_reductions: FP8 reductions of the blocks' gradients, which may hold residuals.
@@ -56,6 +58,7 @@ class Model:
     parameters: dict[str, nn.Parameter]
     tied: bool
     partial_gradients: frozenset[str]
+    averaged_gradients: frozenset[str]
     backend: BackendChoice
     scope: Callable[[], AbstractContextManager[Any]]
     fp8_reductions: list[Fp8ReduceScatter]
@@ -127,6 +130,10 @@ def build_model(
     boundary = (shape.seq_length // tp_sequence, config.training.micro_batch_size)
     waiting = [queue for queue in queues if queue is not None] or None
     boundary_shape = (*boundary, shape.hidden_size)
+    partial = _partial_gradients(shape, parameters, tp_sequence > 1)
+    averaged: frozenset[str] = frozenset()
+    if reductions and layout.fsdp > 1:
+        averaged = _averaged_gradients(shape, parameters, partial)
     runner = PipelineRunner(stages, mesh, layout.schedule, boundary_shape, dtype, waiting)
     return Model(
         stages=stages,
@@ -135,7 +142,8 @@ def build_model(
         specs={spec.name: spec for spec in shape.parameters()},
         parameters=parameters,
         tied=shape.tied,
-        partial_gradients=_partial_gradients(shape, parameters, tp_sequence > 1),
+        partial_gradients=partial,
+        averaged_gradients=averaged,
         backend=choice,
         scope=backend.scope,
         fp8_reductions=reductions,
@@ -236,3 +244,15 @@ def _partial_gradients(
         if spec.tp_dim is None and (sequence_parallel or per_head):
             names.add(name)
     return frozenset(names)
+
+
+def _averaged_gradients(
+    shape: ModelShape, parameters: dict[str, nn.Parameter], partial: frozenset[str]
+) -> frozenset[str]:
+    """Parameters of blocks that every tp rank holds whole and whose gradients nothing else joins.
+
+    An FP8 reduction casts a block's gradients in runs of neighbouring values. Where such a run also
+    holds values of a split weight, its scale is another one on each tp rank.
+    """
+    replicated = (s for s in shape.parameters() if s.layer is not None and s.tp_dim is None)
+    return frozenset({spec.name for spec in replicated} & parameters.keys() - partial)

@@ -63,15 +63,18 @@ class Gradients:
             else:
                 # A gradient may be a strided piece of FSDP2's reduction buffer.
                 entry.shard.grad = local(gradient).contiguous()
-        self._sum_partial_over_tp()
+        self._complete_over_tp()
         self._sum_tied()
 
-    def _sum_partial_over_tp(self) -> None:
+    def _complete_over_tp(self) -> None:
         """One all-reduce of one flat fp32 tensor for all replicated parameters together."""
         names = sorted(self.model.partial_gradients)
-        if self.mesh.tp.size == 1 or not names:
+        averaged = sorted(self.model.averaged_gradients)
+        if self.mesh.tp.size == 1 or not (names or averaged):
             return
-        grads = [self._grad(self._by_name[name]) for name in names]
+        grads = [self._grad(self._by_name[name]) for name in names + averaged]
+        for grad in grads[len(names) :]:
+            grad.div_(self.mesh.tp.size)
         flat = torch.cat([g.flatten() for g in grads])
         self.mesh.tp.all_reduce(flat, "tp_all_reduce")
         for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):

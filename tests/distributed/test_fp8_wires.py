@@ -30,6 +30,7 @@ from tests.support.layouts import (
     Training,
     degrees,
     deviations,
+    merge_stages,
     start_training,
     train_curve,
 )
@@ -268,6 +269,20 @@ def kinds_of_tensors() -> set[str]:
 
 def test_masters_and_checkpoints_hold_ordinary_fp32(ranks: Ranks) -> None:
     assert ranks.run(kinds_of_tensors, world_size=4) == [{"torch.float32"}] * 4
+
+
+def weights_after(flags: tuple[str, ...], iterations: int) -> dict[str, str]:
+    training = start_training(flags)
+    training.iterate(iterations)
+    return {k: v for k, v in training.digests().items() if k.startswith("live.")}
+
+
+@pytest.mark.parametrize("how", [REDUCE, FEEDBACK, (*REDUCE, SP)], ids=lambda how: " ".join(how))
+def test_tensor_parallel_ranks_keep_equal_copies(ranks: Ranks, how: tuple[str, ...]) -> None:
+    """A norm's shard of 64 values shares its FP8 scale with values that only one tp rank has."""
+    flags = (*FP8, *degrees(2), *how)
+    held = merge_stages(ranks.run(weights_after, world_size=4, flags=flags, iterations=2))
+    assert "live.decoder.layers.0.input_layernorm.weight" in held
 
 
 def misuse() -> str:
