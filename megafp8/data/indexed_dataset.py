@@ -115,6 +115,10 @@ class IndexedDatasetWriter:
         try:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._file = bin_path(self._temporary).open("wb")
+        except FileExistsError:
+            raise DataError(
+                f"{self.prefix}: cannot write there: {self.prefix.parent} is a file, not a folder"
+            ) from None
         except OSError as error:
             raise DataError(f"{self.prefix}: cannot write there: {error.strerror}") from error
 

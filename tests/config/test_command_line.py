@@ -72,6 +72,16 @@ def test_refused(text: str, fragments: tuple[str, ...]) -> None:
 def test_words_before_any_option_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="'train' before any option"):
         load_config(["train", *BASE])
+    with pytest.raises(ConfigurationError, match=r"before any.*did you mean --config a\.yaml\?"):
+        load_config(["a.yaml", *BASE])
+    with pytest.raises(ConfigurationError, match="-config: unknown option.*did you mean --config"):
+        load_config(["-config", "a.yaml", *BASE])
+
+
+@pytest.mark.parametrize("given", [["--config"], ["--config", ""], ["--config="]])
+def test_a_config_without_its_file(given: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="--config: found no value, allowed the path of"):
+        load_config([*BASE, *given])
 
 
 @pytest.mark.parametrize("text", ["False", "false", "FALSE"])

@@ -298,7 +298,7 @@ def test_what_was_lost_on_the_way_to_disk_is_noticed(tmp_path):
 
 def test_an_unwritable_place_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot write there"):
+    with pytest.raises(DataError, match="cannot write there: .*file is a file, not a folder"):
         IndexedDatasetWriter(tmp_path / "file" / "d", U16)
 
 
