@@ -36,11 +36,6 @@ def main() -> int:
         "--append-eod", action="store_true", help="end each document with the end-of-document id"
     )
     args = parser.parse_args()
-    kind = args.tokenizer_type
-    if args.vocab_size is not None and kind != "NullTokenizer":
-        parser.error(f"--vocab-size is for --tokenizer-type NullTokenizer, found {kind}")
-    if args.tokenizer_model is not None and kind in ("ByteTokenizer", "NullTokenizer"):
-        parser.error(f"--tokenizer-type {kind} takes no --tokenizer-model")
     options = PreprocessOptions(
         tokenizer_type=args.tokenizer_type,
         tokenizer_model=args.tokenizer_model,

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.config import RunConfig, load_config
+from megafp8.config.checks import _unbuilt
 from megafp8.config.cli import parse_command
 from megafp8.config.help import help_text
 from megafp8.config.megatron_flags import ACCEPTED, ACCEPTED_VALUES, REFUSED, accepted_reason
@@ -148,6 +149,17 @@ def test_help_names_every_flag() -> None:
         for field in model.model_fields:
             assert field.replace("_", "-") in text, field
             assert model.model_fields[field].description, field
+
+
+def test_help_says_what_is_refused() -> None:
+    config = load("")
+    for _, flag, _ in _unbuilt(config):
+        name = flag.split()[0]
+        target = targets()[name[2:].replace("-", "_")]
+        text = SECTIONS[target.section].model_fields[target.field].description or ""
+        assert "refused" in text, name
+    assert "a blend is refused" in help_text()
+    assert "(default 4294967296)" in help_text() and "(default 1e-05)" in help_text()
 
 
 def test_no_field_name_is_used_twice() -> None:

@@ -48,6 +48,11 @@ ENCODE = ["--input", "in.jsonl", "--output-prefix", "out", "--tokenizer-type"]
         ("generate", [*GENERATE, "--max-new-tokens", "0"], "found 0, allowed a positive integer"),
         ("inspect_checkpoint", ["--load", "x"], "--load: unknown option"),
         ("reshard_checkpoint", ["--load", "a", "--save", "b", "--fsdp-size", "2.5"], "an integer"),
+        (
+            "reshard_checkpoint",
+            ["--num-layers-per-virtual-pipeline-stage", "0"],
+            "stage: found 0, allowed a positive integer",
+        ),
         ("convert_checkpoint", ["--form", "hf"], "--form: unknown option; did you mean --from"),
         ("train_tokenizer", [*TRAIN, "--max-bytes", "0"], "found 0, allowed a positive integer"),
         ("train_tokenizer", [*TRAIN, "--max-bytes", "10MB"], "found '10MB', allowed an integer"),
