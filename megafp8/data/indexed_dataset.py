@@ -379,6 +379,8 @@ def _file_size(path: Path) -> int:
     except OSError as error:
         likely = path.with_name(f"{path.stem}_text_document{path.suffix}")
         hint = f"; did you mean {likely.with_suffix('')}?" if likely.exists() else ""
+        if (text := path.with_suffix("")).is_file():
+            hint = f"; {text} is a file of its own, encode it with tools/preprocess_data.py"
         raise DataError(f"{path}: cannot be opened: {error.strerror}{hint}") from error
 
 

@@ -151,6 +151,15 @@ def test_help_names_every_flag() -> None:
             assert model.model_fields[field].description, field
 
 
+def test_help_says_where_a_default_is_not_megatrons() -> None:
+    for section, field, default in [
+        ("training", "exit_signal_handler", "Megatron's default is off"),
+        ("training", "eval_interval", "Megatron's is 1000"),
+        ("model", "transformer_impl", "Megatron's default is transformer_engine"),
+    ]:
+        assert default in (SECTIONS[section].model_fields[field].description or "")
+
+
 def test_help_says_what_is_refused() -> None:
     config = load("")
     for _, flag, _ in _unbuilt(config):
