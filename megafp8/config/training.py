@@ -30,8 +30,8 @@ class TrainingConfig(Section):
     )
     exit_signal_handler: bool = Field(
         default=True,
-        description="save and stop on SIGTERM or SIGUSR1 to any rank, with exit code 75 (Megatron's "
-        "default is off)",
+        description="save and stop on SIGTERM or SIGUSR1 to any rank, with exit code 75 "
+        "(Megatron's default is off)",
     )
     seed: int = Field(
         default=1234, ge=0, lt=2**63, description="of weights, data order and dropout"
