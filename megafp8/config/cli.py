@@ -173,7 +173,8 @@ def _from_options(
             values = [raw.text for raw in texts if not raw.switch]
             if not judge(name, values, name):
                 raise ConfigurationError(
-                    f"{name}: unknown option" + suggestion(name, _known_flags())
+                    f"{name}: unknown option"
+                    + (suggestion(name, _known_flags()) or "; --help lists all")
                 )
             accepted.append(" ".join([name, *values]))
             continue

@@ -113,13 +113,13 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: str | Path) -> None:
         file = _model_file(path, "tokenizer.model")
+        if file.stat().st_size == 0:  # a valid message of the format, which the library takes
+            raise DataError(f"{file}: not a SentencePiece model (the file is empty)")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=file.read_bytes())
         except (RuntimeError, OSError) as error:
             raise DataError(f"{file}: not a SentencePiece model ({_one_line(error)})") from error
         self.vocab_size = int(self._processor.get_piece_size())
-        if self.vocab_size == 0:  # an empty file is a valid message of the format
-            raise DataError(f"{file}: not a SentencePiece model (it holds no pieces)")
         self.eod = self._find_eod(file)
         self._space_symbol_ids = self._byte_ids(_SPACE_SYMBOL)
 

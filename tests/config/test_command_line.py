@@ -47,7 +47,7 @@ def error(text: str) -> str:
         ("--seed 1 2", ("--seed: found 2 values",)),
         ("--seed", ("--seed: found no value", "integer")),
         ("--seed -1", ("--seed: found -1", ">= 0")),
-        ("--run-dir=", ("--run-dir: found null",)),
+        ("--run-dir=", ("--run-dir: found nothing",)),
         ("--lr-decay-style sine", ("--lr-decay-style", "'sine'", "cosine", "WSD")),
         ("--tokenizer-type GPT2BPETokenizer", ("--tokenizer-type", "SentencePieceTokenizer")),
         ("--adam-beta2 1", ("--adam-beta2: found 1", "< 1")),
@@ -77,6 +77,13 @@ def test_words_before_any_option_are_refused() -> None:
         load_config(["a.yaml", *BASE])
     with pytest.raises(ConfigurationError, match="-config: unknown option.*did you mean --config"):
         load_config(["-config", "a.yaml", *BASE])
+
+
+def test_empty_values_and_names_like_no_other() -> None:
+    with pytest.raises(ConfigurationError, match="--save: found nothing .*leave the flag out"):
+        load_config([*BASE, "--save", ""])
+    with pytest.raises(ConfigurationError, match="--learning-rate: unknown option; --help lists"):
+        load_config([*BASE, "--learning-rate", "1"])
 
 
 @pytest.mark.parametrize("given", [["--config"], ["--config", ""], ["--config="]])
