@@ -6,25 +6,32 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megafp8.data.tokenizers import TOKENIZER_TYPES  # noqa: E402
-from megafp8.data.tool_parser import ToolParser, run_tool  # noqa: E402
+from megafp8.data.tool_parser import ToolParser, folder, positive, run_tool  # noqa: E402
 
 
 def main() -> int:
     parser = ToolParser(__doc__ or "")
-    parser.add_argument("--load", required=True, help="folder of checkpoints, or one of them")
-    parser.add_argument("--prompt", default="", help="text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=100, help="tokens to add at most")
+    load_help = "folder of checkpoints, or one of them"
+    parser.add_argument("--load", required=True, type=folder, metavar="DIR", help=load_help)
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the most likely token each time"
+        "--max-new-tokens", type=positive, default=100, metavar="N", help="tokens to add at most"
     )
-    parser.add_argument("--seed", type=int, default=1234, help="seed of the draws")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="0 takes the most likely token each time",
+    )
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the draws")
     parser.add_argument(
         "--tokenizer-type", choices=TOKENIZER_TYPES, help="instead of the run's tokenizer"
     )
-    parser.add_argument("--tokenizer-model", help="its file or folder, instead of the run's")
+    parser.add_argument(
+        "--tokenizer-model", metavar="PATH", help="its file or folder, instead of the run's"
+    )
     args = parser.parse_args()
-    if args.max_new_tokens < 1:
-        parser.error(f"--max-new-tokens {args.max_new_tokens}: allowed a positive integer")
     if not 0 <= args.temperature < float("inf"):
         parser.error(f"--temperature {args.temperature}: allowed 0 or a positive number")
 

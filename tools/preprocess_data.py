@@ -7,17 +7,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megafp8.data.preprocess import PreprocessOptions, preprocess  # noqa: E402
 from megafp8.data.tokenizers import TOKENIZER_TYPES  # noqa: E402
-from megafp8.data.tool_parser import ToolParser, run_tool  # noqa: E402
+from megafp8.data.tool_parser import ToolParser, filled, positive, run_tool  # noqa: E402
 
 
 def main() -> int:
     parser = ToolParser(__doc__ or "")
     parser.add_input_arguments()
-    parser.add_argument("--output-prefix", required=True, help="beginning of the output paths")
-    parser.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
-    parser.add_argument("--tokenizer-model", help="model file, or the folder that holds it")
-    parser.add_argument("--vocab-size", type=int, help="ordinary ids of NullTokenizer")
-    parser.add_argument("--workers", type=int, default=1, help="processes; same output for any")
+    parser.add_argument(
+        "--output-prefix",
+        required=True,
+        type=filled,
+        metavar="PREFIX",
+        help="beginning of the output paths",
+    )
+    parser.add_argument(
+        "--tokenizer-type", required=True, choices=TOKENIZER_TYPES, help="kind of tokenizer"
+    )
+    parser.add_argument(
+        "--tokenizer-model", metavar="PATH", help="model file, or the folder that holds it"
+    )
+    parser.add_argument(
+        "--vocab-size", type=positive, metavar="N", help="ordinary ids of NullTokenizer"
+    )
+    parser.add_argument(
+        "--workers", type=positive, default=1, metavar="N", help="processes; same output for any"
+    )
     parser.add_argument(
         "--append-eod", action="store_true", help="end each document with the end-of-document id"
     )

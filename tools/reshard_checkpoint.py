@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.data.tool_parser import ToolParser, folder, run_tool  # noqa: E402
+from megafp8.data.tool_parser import ToolParser, folder, positive, run_tool  # noqa: E402
 
 SIZES = {
     "tensor-model-parallel-size": "ranks that split each linear",
@@ -21,10 +21,10 @@ def main() -> int:
     parser.add_argument("--load", required=True, type=folder, help=load_help)
     parser.add_argument("--save", required=True, type=folder, help="folder for the new checkpoint")
     for name, text in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=text)
+        parser.add_argument(f"--{name}", type=positive, default=1, metavar="N", help=text)
     parser.add_argument(
         "--num-layers-per-virtual-pipeline-stage",
-        type=int,
+        type=positive,
         metavar="N",
         help="layers per model chunk; gives the interleaved schedule",
     )
@@ -34,9 +34,6 @@ def main() -> int:
         help="which stages a rank holds depends on it",
     )
     args = vars(parser.parse_args())
-    for name in SIZES:
-        if args[name.replace("-", "_")] < 1:
-            parser.error(f"--{name} {args[name.replace('-', '_')]}: allowed a positive integer")
 
     def work() -> list[str]:
         # Imported here: torch takes seconds, and --help needs none of it.

@@ -5,15 +5,27 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.data.tool_parser import ToolParser, run_tool  # noqa: E402
-from megafp8.data.train_tokenizer import DEFAULT_MAX_BYTES, TYPES, train_tokenizer  # noqa: E402
+from megafp8.data.tool_parser import ToolParser, folder, positive, run_tool  # noqa: E402
+from megafp8.data.train_tokenizer import (  # noqa: E402
+    DEFAULT_MAX_BYTES,
+    MINIMUM_VOCAB_SIZE,
+    TYPES,
+    train_tokenizer,
+)
 
 
 def main() -> int:
     parser = ToolParser(__doc__ or "")
     parser.add_input_arguments()
-    parser.add_argument("--output", required=True, help="folder for the tokenizer")
-    parser.add_argument("--vocab-size", type=int, required=True, help="ids, special ones included")
+    output_help = "folder for the tokenizer"
+    parser.add_argument("--output", required=True, type=folder, metavar="DIR", help=output_help)
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help=f"ids, special ones included, {MINIMUM_VOCAB_SIZE} or more",
+    )
     parser.add_argument(
         "--type",
         required=True,
@@ -22,9 +34,10 @@ def main() -> int:
     )
     parser.add_argument(
         "--max-bytes",
-        type=int,
+        type=positive,
         default=DEFAULT_MAX_BYTES,
-        help="train on at most so much text, sampled evenly",
+        metavar="N",
+        help="bytes of text to train on at most, sampled evenly",
     )
     args = parser.parse_args()
     return run_tool(

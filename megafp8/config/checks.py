@@ -51,7 +51,8 @@ def check_trainable(config: RunConfig) -> None:
             "ByteTokenizer, NullTokenizer (or --vocab-size alone with --mock-data)"
         )
     if kind in ("SentencePieceTokenizer", "HuggingFaceTokenizer") and data.tokenizer_model is None:
-        raise ConfigurationError(f"--tokenizer-type {kind} needs --tokenizer-model PATH")
+        hint = "; --mock-data needs none: --tokenizer-type NullTokenizer" if data.mock_data else ""
+        raise ConfigurationError(f"--tokenizer-type {kind} needs --tokenizer-model PATH{hint}")
 
 
 LATER = "is not built yet in this version"
@@ -214,11 +215,11 @@ def _precision(config: RunConfig) -> Iterator[str]:
             yield f"--transformer-impl transformer_engine: {refusal}"
     yield from attention_refusals(config)
     if precision.bf16 and precision.fp16:
-        yield "--bf16 contradicts --fp16; give one of the two"
+        yield "--bf16 contradicts --fp16; give one of the two (--no-bf16 drops a preset's)"
     if precision.fp8 and precision.fp16:
-        yield f"--fp8-format {precision.fp8_format} contradicts --fp16: FP8 needs --bf16"
+        yield f"--fp8-format {precision.fp8_format} contradicts --fp16: FP8 needs --bf16; drop one"
     if precision.fp8 and not precision.bf16:
-        yield f"--fp8-format {precision.fp8_format} needs --bf16"
+        yield f"--fp8-format {precision.fp8_format} needs --bf16; --fp8-format none drops FP8"
     if precision.fp8 and not precision.fp8_reduce_amax:
         if config.parallel.sequence_parallel and precision.fp8_tp_comm != "none":
             yield (

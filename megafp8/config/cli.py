@@ -137,12 +137,15 @@ def _scan(argv: list[str]) -> dict[str, list[RawText]]:
             if current in options:
                 raise ConfigurationError(f"{current}: given twice; give it once")
             options[current] = [RawText(text, current)] if equals else []
-        elif current is None:
-            raise ConfigurationError(f"found {token!r} before any option, allowed --name value")
         elif token[:1] == "-" and token[1:2].isalpha():
             raise ConfigurationError(
                 f"{token}: unknown option; options are written --name in full"
                 + suggestion("--" + token.lstrip("-"), _known_flags())
+            )
+        elif current is None:
+            hint = f"; did you mean --config {token}?" if token.endswith((".yaml", ".yml")) else ""
+            raise ConfigurationError(
+                f"found {token!r} before any option, allowed --name value{hint}"
             )
         else:
             options[current].append(RawText(token, current))
@@ -151,6 +154,8 @@ def _scan(argv: list[str]) -> dict[str, list[RawText]]:
 
 def _control(options: dict[str, list[RawText]], name: str) -> str | None:
     texts = options.pop(name, None)
+    if texts is not None and not any(raw.text.strip() for raw in texts):
+        raise ConfigurationError(f"{name}: found no value, allowed the path of a YAML file")
     return None if texts is None else convert(list(texts), str)
 
 
@@ -168,7 +173,8 @@ def _from_options(
             values = [raw.text for raw in texts if not raw.switch]
             if not judge(name, values, name):
                 raise ConfigurationError(
-                    f"{name}: unknown option" + suggestion(name, _known_flags())
+                    f"{name}: unknown option"
+                    + (suggestion(name, _known_flags()) or "; --help lists all")
                 )
             accepted.append(" ".join([name, *values]))
             continue

@@ -13,7 +13,9 @@ class DataConfig(Section):
     """Where samples come from."""
 
     data_path: tuple[str, ...] | None = Field(
-        default=None, strict=False, description="prefix of .bin/.idx, or weight prefix pairs"
+        default=None,
+        strict=False,
+        description="path of .bin/.idx without the suffix; a blend is refused",
     )
     train_data_path: tuple[str, ...] | None = Field(
         default=None, strict=False, description="as --data-path, for training alone"
@@ -40,10 +42,10 @@ class DataConfig(Section):
         description="tokens before padding; NullTokenizer adds one for end of document",
     )
     reset_position_ids: bool = Field(
-        default=False, description="positions start anew in each document"
+        default=False, description="positions start anew in each document (refused: not built yet)"
     )
     reset_attention_mask: bool = Field(
-        default=False, description="attention stays within a document"
+        default=False, description="attention stays within a document (refused: not built yet)"
     )
     eod_mask_loss: bool = Field(default=False, description="no loss on end-of-document tokens")
 

@@ -60,8 +60,13 @@ def _description(field: str, info: FieldInfo) -> str:
         return text
     if info.default is True:
         return f"{text} (default on)"
-    shown = f"{info.default:g}" if isinstance(info.default, float) else info.default
-    return f"{text} (default {shown})"
+    return f"{text} (default {_shown(info.default)})"
+
+
+def _shown(default: Any) -> Any:
+    if not isinstance(default, float):
+        return default
+    return int(default) if default.is_integer() else f"{default:g}"
 
 
 def _entry(usage: str, description: str) -> str:

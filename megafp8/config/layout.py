@@ -121,9 +121,11 @@ def build_layout(
     cp = parallel.context_parallel_size
     unit = tp * pp * cp
     if world_size < 1 or world_size % unit:
+        start = f" (torchrun --nproc-per-node {unit})" if world_size == 1 else ""
         raise ConfigurationError(
             f"world size {world_size} != tp {tp} * pp {pp} * cp {cp} * data parallel: "
             f"{world_size} is not a multiple of {unit}; start {unit} processes or a multiple"
+            f"{start}, or lower these sizes"
         )
     dp = world_size // unit
     fsdp = _fsdp_size(parallel, dp)

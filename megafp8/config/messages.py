@@ -35,7 +35,8 @@ def sentence(error: ValidationError, where: Mapping[tuple[str, str], str]) -> st
     missing = [item for item in findings if item["type"] == "missing" and len(item["loc"]) == 2]
     if missing and len(missing) == len(findings):
         flags = ", ".join(flag_name(str(item["loc"][1])) for item in missing)
-        return f"{flags} {'is' if len(missing) == 1 else 'are'} required and missing"
+        verb = "is" if len(missing) == 1 else "are"
+        return f"{flags} {verb} required and missing; give them here or in the file of --config"
     first = next(item for item in findings if item not in missing)
     return _describe(first, where)
 

@@ -88,7 +88,9 @@ class ModelConfig(Section):
     init_method_std: PositiveFloat = Field(default=0.02, description="std of the initial weights")
     qk_layernorm: bool = Field(default=False, description="norms on queries and keys")
     transformer_impl: Literal["auto", "native", "local", "transformer_engine"] = Field(
-        default="auto", description="backend of the layers; `local` means native"
+        default="auto",
+        description="backend of the layers; `local` means native (Megatron's default is "
+        "transformer_engine)",
     )
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = Field(
         default="auto",

@@ -25,10 +25,10 @@ class ParallelConfig(Section):
         default=None, description="layers per model chunk; gives the interleaved schedule"
     )
     context_parallel_size: PositiveInt = Field(
-        default=1, description="ranks that split each sequence"
+        default=1, description="ranks that split each sequence; more than 1 is refused"
     )
     expert_model_parallel_size: PositiveInt = Field(
-        default=1, description="ranks that split experts"
+        default=1, description="ranks that split experts; more than 1 is refused"
     )
     distributed_backend: Literal["nccl", "gloo"] | None = Field(
         default=None, description="default: nccl with CUDA, else gloo, which trains on the CPU"

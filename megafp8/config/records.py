@@ -63,6 +63,9 @@ class LoggingConfig(Section):
     wandb_project: str | None = Field(default=None, description="Weights & Biases project")
     wandb_exp_name: str | None = Field(default=None, description="Weights & Biases run name")
     fp8_stats_interval: NonNegativeInt | None = Field(
-        default=None, description="iterations between rows of FP8 statistics"
+        default=None,
+        description="iterations between rows of FP8 statistics (refused: not built yet)",
     )
-    profile: bool = Field(default=False, description="record a profiler trace")
+    profile: bool = Field(
+        default=False, description="record a profiler trace (refused: not built yet)"
+    )

@@ -92,6 +92,11 @@ def _convert_one(raw: RawText, kind: Any, arguments: tuple[Any, ...]) -> Any:
         raise ConfigurationError(
             f"{raw.where}: found no value, allowed {_described(kind, arguments)}"
         )
+    if raw.text == "" and raw.where.startswith("--"):
+        raise ConfigurationError(
+            f"{raw.where}: found nothing (an empty shell variable?), allowed "
+            f"{_described(kind, arguments)}; leave the flag out for its default"
+        )
     if not raw.quoted and raw.text in ("null", "Null", "NULL", "~", ""):
         raise ConfigurationError(
             f"{raw.where}: found null, allowed {_described(kind, arguments)}; "

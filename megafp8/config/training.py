@@ -26,18 +26,20 @@ class TrainingConfig(Section):
         default=None, description="save and stop at an iteration divisible by this"
     )
     exit_duration_in_mins: PositiveFloat | None = Field(
-        default=None, description="save and stop after this time"
+        default=None, description="save and stop after this many minutes"
     )
     exit_signal_handler: bool = Field(
         default=True,
-        description="save and stop on SIGTERM or SIGUSR1 to any rank, with exit code 75",
+        description="save and stop on SIGTERM or SIGUSR1 to any rank, with exit code 75 "
+        "(Megatron's default is off)",
     )
     seed: int = Field(
         default=1234, ge=0, lt=2**63, description="of weights, data order and dropout"
     )
     deterministic_mode: bool = Field(default=False, description="bit-equal reruns")
     eval_interval: PositiveInt | None = Field(
-        default=None, description="iterations between evaluations (default: never)"
+        default=None,
+        description="iterations between evaluations (default: never; Megatron's is 1000)",
     )
     eval_iters: NonNegativeInt = Field(default=100, description="global batches per evaluation")
     recompute_granularity: Literal["full", "selective"] | None = Field(

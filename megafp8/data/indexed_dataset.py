@@ -115,6 +115,10 @@ class IndexedDatasetWriter:
         try:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._file = bin_path(self._temporary).open("wb")
+        except FileExistsError:
+            raise DataError(
+                f"{self.prefix}: cannot write there: {self.prefix.parent} is a file, not a folder"
+            ) from None
         except OSError as error:
             raise DataError(f"{self.prefix}: cannot write there: {error.strerror}") from error
 
@@ -375,6 +379,8 @@ def _file_size(path: Path) -> int:
     except OSError as error:
         likely = path.with_name(f"{path.stem}_text_document{path.suffix}")
         hint = f"; did you mean {likely.with_suffix('')}?" if likely.exists() else ""
+        if (text := path.with_suffix("")).is_file():
+            hint = f"; {text} is a file of its own, encode it with tools/preprocess_data.py"
         raise DataError(f"{path}: cannot be opened: {error.strerror}{hint}") from error
 
 

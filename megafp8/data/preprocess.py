@@ -151,6 +151,11 @@ def preprocess(
         raise DataError(f"--workers {workers}: expected at least 1")
     if not options.json_keys or len(set(options.json_keys)) != len(options.json_keys):
         raise DataError(f"--json-keys {' '.join(options.json_keys)}: expected distinct keys")
+    kind = options.tokenizer_type
+    if options.vocab_size is not None and kind != "NullTokenizer":
+        raise DataError(f"--vocab-size is for --tokenizer-type NullTokenizer, found {kind}")
+    if options.tokenizer_model is not None and kind in ("ByteTokenizer", "NullTokenizer"):
+        raise DataError(f"--tokenizer-type {kind} takes no --tokenizer-model")
     started = time.monotonic()
     files = expand_inputs(inputs, globs, exclude)
     tokenizer = build_tokenizer(options)

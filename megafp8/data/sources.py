@@ -17,6 +17,14 @@ from megafp8.errors import DataError
 JSONL_SUFFIXES = (".jsonl", ".json", ".ndjson")
 DEFAULT_GLOBS = ("*.jsonl", "*.txt")
 
+# First bytes of compressed files, which are often handed over as they were downloaded.
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ": "xz",
+    b"BZh9": "bzip2",
+}
+
 
 class BadRecord(Exception):  # noqa: N818 - it is an outcome that the caller counts
     """A record that cannot be used.
@@ -146,9 +154,12 @@ def _decode(content: bytes, whole: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
+        packed = [name for start, name in _COMPRESSED.items() if content.startswith(start)]
+        hint = f"; it is compressed ({packed[0]}), unpack it first" if packed else ""
         raise BadRecord(
             "invalid UTF-8",
-            f"not UTF-8: byte 0x{content[error.start]:02X} at offset {error.start} of the {whole}",
+            f"not UTF-8: byte 0x{content[error.start]:02X} at offset {error.start} of the {whole}"
+            + hint,
         ) from None
 
 
@@ -157,7 +168,9 @@ def _parse_line(line: str) -> dict[str, Any]:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise BadRecord(
-            "broken JSON", f"broken JSON: {error.msg} at character {error.pos} of the line"
+            "broken JSON",
+            f"broken JSON: {error.msg.removesuffix(' at')} at character {error.pos} of the line; "
+            "expected one object a line",
         ) from None
     except (ValueError, RecursionError) as error:  # a number of 5000 digits; 100000 brackets
         raise BadRecord("broken JSON", f"broken JSON: {error}") from None

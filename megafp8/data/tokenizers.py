@@ -113,6 +113,8 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: str | Path) -> None:
         file = _model_file(path, "tokenizer.model")
+        if file.stat().st_size == 0:  # a valid message of the format, which the library takes
+            raise DataError(f"{file}: not a SentencePiece model (the file is empty)")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=file.read_bytes())
         except (RuntimeError, OSError) as error:

@@ -5,26 +5,58 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from megafp8.config.names import suggestion
 from megafp8.data.sources import DEFAULT_GLOBS
 from megafp8.errors import MegaFP8Error
 from megafp8.log import configure
 
 
+class _Help(argparse.HelpFormatter):
+    """Says what is required, and the defaults that there are."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if action.required and action.option_strings:
+            return f"{text} (required)"
+        if default is None or default is False or default in ("", [], argparse.SUPPRESS):
+            return text
+        shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
+        return f"{text} (default {shown.replace('%', '%%')})"
+
+
 class ToolParser(argparse.ArgumentParser):
-    """An `ArgumentParser` without abbreviations and without the usage text before an error."""
+    """An `ArgumentParser` without abbreviations and without the usage text before an error.
+
+    A flag given twice is an error (argparse takes the last), an unknown one comes with the nearest
+    name, before what is required and missing.
+    """
 
     def __init__(self, description: str) -> None:
-        super().__init__(
-            description=description,
-            allow_abbrev=False,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        )
+        super().__init__(description=description, allow_abbrev=False, formatter_class=_Help)
+        self.register("type", int, _integer)
+        self.register("type", float, _number)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the command line; a mistake ends the process with one line."""
+        given = sys.argv[1:] if args is None else list(args)
+        seen: set[str] = set()
+        for token in given[: given.index("--")] if "--" in given else given:
+            name = token.partition("=")[0]
+            if not name.startswith("--") or " " in name:
+                continue
+            if name not in self._option_string_actions:
+                known = list(self._option_string_actions)
+                self.error(f"{name}: unknown option{suggestion(name, known)}")
+            if name in seen:
+                self.error(f"{name}: given twice; give it once")
+            seen.add(name)
+        return super().parse_args(given, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with code 2."""
-        self.exit(2, f"error: {message} (--help lists the flags)\n")
+        self.exit(2, f"error: {' '.join(message.split())} (--help lists the flags)\n")
 
     def add_input_arguments(self) -> None:
         """Add the flags that say which text to read."""
@@ -32,7 +64,8 @@ class ToolParser(argparse.ArgumentParser):
             "--input",
             nargs="+",
             required=True,
-            metavar="F",
+            type=filled,
+            metavar="PATH",
             help="JSONL files (.jsonl .json .ndjson), text files (one document each), folders",
         )
         self.add_argument(
@@ -64,6 +97,34 @@ def folder(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError("it is empty, expected a folder")
     return Path(text)
+
+
+def filled(text: str) -> str:
+    """The type of a flag whose text may not be empty, as the shell's empty variable is."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty, expected a path")
+    return text
+
+
+def positive(text: str) -> int:
+    """The type of a flag that takes 1, 2, 3, ..."""
+    if (value := _integer(text)) < 1:
+        raise argparse.ArgumentTypeError(f"found {value}, allowed a positive integer")
+    return value
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text!r}, allowed an integer") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text!r}, allowed a number") from None
 
 
 def run_tool(work: Callable[[], list[str]]) -> int:

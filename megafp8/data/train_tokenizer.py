@@ -123,6 +123,8 @@ def train_tokenizer(
             f"--vocab-size {vocab_size}: expected at least {MINIMUM_VOCAB_SIZE} (256 bytes, "
             "unknown, end of document)"
         )
+    if Path(output).exists() and not Path(output).is_dir():
+        raise DataError(f"--output {output} is a file, expected a folder")
     started = time.monotonic()
     files = expand_inputs(inputs, globs, exclude)
     sampler = _Sampler(files, tuple(json_keys), max_bytes, skip_bad_records)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megafp8.data.tokenizers import Tokenizer
+from megafp8.errors import DataError
 from megafp8.model import GPTStage, Model
 from megafp8.parallel.rng import stream_seed
 
@@ -34,11 +35,17 @@ def generate(
 
     Returns:
         Prompt and continuation.
+
+    Raises:
+        DataError: the prompt is not of the tokenizer's ids, or holds bytes that are not UTF-8.
     """
     (stage,) = model.stages
     device = next(iter(model.parameters.values())).device
     generator = torch.Generator(device=device).manual_seed(stream_seed(seed, "generate"))
-    ids = tokenizer.encode(prompt) or [tokenizer.eod]
+    try:
+        ids = tokenizer.encode(prompt) or [tokenizer.eod]
+    except UnicodeEncodeError as error:
+        raise DataError(f"--prompt: not UTF-8 at character {error.start}") from None
     for _ in range(max_new_tokens):
         logits = _next_logits(stage, ids[-seq_length:], seq_length, device)
         logits = logits[: tokenizer.vocab_size]  # a larger vocabulary's other ids have no text

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.config import RunConfig, load_config
+from megafp8.config.checks import _unbuilt
 from megafp8.config.cli import parse_command
 from megafp8.config.help import help_text
 from megafp8.config.megatron_flags import ACCEPTED, ACCEPTED_VALUES, REFUSED, accepted_reason
@@ -46,7 +47,7 @@ def error(text: str) -> str:
         ("--seed 1 2", ("--seed: found 2 values",)),
         ("--seed", ("--seed: found no value", "integer")),
         ("--seed -1", ("--seed: found -1", ">= 0")),
-        ("--run-dir=", ("--run-dir: found null",)),
+        ("--run-dir=", ("--run-dir: found nothing",)),
         ("--lr-decay-style sine", ("--lr-decay-style", "'sine'", "cosine", "WSD")),
         ("--tokenizer-type GPT2BPETokenizer", ("--tokenizer-type", "SentencePieceTokenizer")),
         ("--adam-beta2 1", ("--adam-beta2: found 1", "< 1")),
@@ -72,6 +73,23 @@ def test_refused(text: str, fragments: tuple[str, ...]) -> None:
 def test_words_before_any_option_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="'train' before any option"):
         load_config(["train", *BASE])
+    with pytest.raises(ConfigurationError, match=r"before any.*did you mean --config a\.yaml\?"):
+        load_config(["a.yaml", *BASE])
+    with pytest.raises(ConfigurationError, match="-config: unknown option.*did you mean --config"):
+        load_config(["-config", "a.yaml", *BASE])
+
+
+def test_empty_values_and_names_like_no_other() -> None:
+    with pytest.raises(ConfigurationError, match="--save: found nothing .*leave the flag out"):
+        load_config([*BASE, "--save", ""])
+    with pytest.raises(ConfigurationError, match="--learning-rate: unknown option; --help lists"):
+        load_config([*BASE, "--learning-rate", "1"])
+
+
+@pytest.mark.parametrize("given", [["--config"], ["--config", ""], ["--config="]])
+def test_a_config_without_its_file(given: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="--config: found no value, allowed the path of"):
+        load_config([*BASE, *given])
 
 
 @pytest.mark.parametrize("text", ["False", "false", "FALSE"])
@@ -138,6 +156,26 @@ def test_help_names_every_flag() -> None:
         for field in model.model_fields:
             assert field.replace("_", "-") in text, field
             assert model.model_fields[field].description, field
+
+
+def test_help_says_where_a_default_is_not_megatrons() -> None:
+    for section, field, default in [
+        ("training", "exit_signal_handler", "Megatron's default is off"),
+        ("training", "eval_interval", "Megatron's is 1000"),
+        ("model", "transformer_impl", "Megatron's default is transformer_engine"),
+    ]:
+        assert default in (SECTIONS[section].model_fields[field].description or "")
+
+
+def test_help_says_what_is_refused() -> None:
+    config = load("")
+    for _, flag, _ in _unbuilt(config):
+        name = flag.split()[0]
+        target = targets()[name[2:].replace("-", "_")]
+        text = SECTIONS[target.section].model_fields[target.field].description or ""
+        assert "refused" in text, name
+    assert "a blend is refused" in help_text()
+    assert "(default 4294967296)" in help_text() and "(default 1e-05)" in help_text()
 
 
 def test_no_field_name_is_used_twice() -> None:

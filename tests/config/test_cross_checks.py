@@ -356,7 +356,11 @@ def test_what_training_needs_and_a_dry_run_does_not() -> None:
         ("--data-path a --vocab-size 10", "--tokenizer-type is missing"),
         (
             "--data-path a --tokenizer-type SentencePieceTokenizer",
-            "needs --tokenizer-model PATH",
+            "needs --tokenizer-model PATH$",
+        ),
+        (
+            "--mock-data --tokenizer-type SentencePieceTokenizer",
+            "--mock-data needs none: --tokenizer-type NullTokenizer",
         ),
     ]:
         with pytest.raises(ConfigurationError, match=fragment):

@@ -34,6 +34,12 @@ def load(text: str = "", layers: int = 8, micro: int = 2, batch: int | None = 16
             {},
             "world size 2 != tp 2 * pp 2 * cp 1 * data parallel: 2 is not a multiple of 4",
         ),
+        (
+            "--tensor-model-parallel-size 2",
+            1,
+            {},
+            "start 2 processes or a multiple (torchrun --nproc-per-node 2), or lower these sizes",
+        ),
         ("", 0, {}, "world size 0"),
         (
             "",

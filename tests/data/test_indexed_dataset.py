@@ -259,6 +259,14 @@ def test_a_path_with_suffix_is_refused_with_the_right_one(tmp_path, suffix):
         IndexedDataset(f"{prefix}{suffix}")
 
 
+def test_text_instead_of_a_corpus_is_told(tmp_path):
+    (tmp_path / "in.jsonl").write_text("{}")
+    with pytest.raises(
+        DataError, match=r"in\.jsonl is a file of its own, encode it with tools/pre"
+    ):
+        IndexedDataset(tmp_path / "in.jsonl")
+
+
 def test_damage_in_a_later_check_block_is_found(tmp_path, monkeypatch):
     prefix = write(tmp_path / "d", [[1]] * 10)
     monkeypatch.setattr("megafp8.data.indexed_dataset._CHECK_BLOCK", 4)
@@ -298,7 +306,7 @@ def test_what_was_lost_on_the_way_to_disk_is_noticed(tmp_path):
 
 def test_an_unwritable_place_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot write there"):
+    with pytest.raises(DataError, match="cannot write there: .*file is a file, not a folder"):
         IndexedDatasetWriter(tmp_path / "file" / "d", U16)
 
 

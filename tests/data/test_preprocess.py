@@ -75,7 +75,7 @@ def test_without_append_eod_nothing_is_added(tmp_path):
         (4, r"in\.jsonl:2: key 'text': expected a string, found a number"),
         (5, r"in\.jsonl:2: not UTF-8: byte 0xE6 at offset 13 of the line"),
         (6, r"in\.jsonl:2: key 'text': lone surrogate U\+D800 at character 1"),
-        (7, r"in\.jsonl:2: broken JSON: Unterminated string starting at at character 9"),
+        (7, r"in\.jsonl:2: broken JSON: Unterminated string starting at character 9"),
     ],
 )
 def test_each_bad_record_stops_with_file_line_and_reason(tmp_path, line, message):
@@ -94,6 +94,14 @@ def test_other_lines_that_are_no_records(tmp_path, line):
     (tmp_path / "in.jsonl").write_bytes(line)
     with pytest.raises(DataError, match=r"in\.jsonl:1: "):
         preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), BYTES)
+
+
+@pytest.mark.parametrize("start", [b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"BZh9"])
+def test_compressed_files_are_told(tmp_path, start):
+    for name in ("in.jsonl", "in.jsonl.gz"):
+        (tmp_path / name).write_bytes(start + b"\xff\xfe")
+        with pytest.raises(DataError, match="it is compressed .*, unpack it first"):
+            preprocess([str(tmp_path / name)], str(tmp_path / "out"), BYTES)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -190,6 +190,12 @@ def test_build_takes_a_folder_or_a_file(trained):
             assert built is not None and built.vocab_size == 400
 
 
+def test_an_empty_file_is_no_sentencepiece_model(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(DataError, match="not a SentencePiece model .the file is empty"):
+        build_tokenizer(section("SentencePieceTokenizer", str(tmp_path)))
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.whole_model import load_model
 from megafp8.data.tokenizers import ByteTokenizer
+from megafp8.errors import DataError
 from megafp8.evaluation import generate
 from megafp8.model.batch import to_tensors
 from megafp8.train.state import TrainState
@@ -133,6 +134,12 @@ def test_end_of_document_ends_the_text(monkeypatch):
     seen.clear()
     generate(model, TOKENIZER, "", LENGTH, 1, temperature=0.0)
     assert seen == [[TOKENIZER.eod]], "an empty prompt starts a document"
+
+
+def test_a_prompt_that_is_no_text_is_one_line():
+    model = start_run(small_config(**VALUES), TOKENIZER.vocab_size).model
+    with pytest.raises(DataError, match="--prompt: not UTF-8 at character 1"):
+        generate(model, TOKENIZER, "a\udcff", LENGTH, 1)
 
 
 def test_padding_behind_the_prompt_changes_nothing():
