@@ -235,6 +235,11 @@ def test_pickled_files_of_interleaved_stages(tmp_path: Path) -> None:
         ("window_size", (7,), "two numbers"),
         ("rotary_base", "many", "a number"),
         ("norm_epsilon", True, "a number"),
+        ("norm_epsilon", float("nan"), "a number"),
+        ("rotary_base", 10**400, "a number"),
+        ("num_layers", 10**400, "a positive whole number"),
+        ("hidden_size", True, "a positive whole number"),
+        ("vocab_size", 0, "a positive whole number"),
         ("swiglu", "no", "True or False"),
         ("rope_type", "yarn", "None or rope"),
         ("hybrid_override_pattern", "M-M*", "None"),
@@ -252,6 +257,17 @@ def test_settings_that_mean_something_else(
     with pytest.raises(CheckpointError, match=f"args.{name} is .*; allowed: {allowed}"):
         run_convert("megatron", "hf", folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["norm_epsilon", "rotary_base", "rotary_percent"])
+def test_zero_is_no_missing_setting(release: Path, tmp_path: Path, name: str) -> None:
+    """It is refused as what it is, and nothing computes with a default instead."""
+    folder = tmp_path / "in"
+    shutil.copytree(release, folder)
+    common = torch.load(release / "common.pt", weights_only=False)
+    torch.save({"args": Namespace(**{**vars(common["args"]), name: 0.0})}, folder / "common.pt")
+    with pytest.raises(CheckpointError, match=rf"model.{name}: found 0.0, allowed > 0"):
+        run_convert("megatron", "hf", folder, tmp_path / "out")
 
 
 def test_a_configuration_and_what_it_would_override(release: Path, tmp_path: Path) -> None:
