@@ -194,6 +194,9 @@ def test_a_folder_inside_the_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="lies inside the source"):
         run_convert("hf", "megafp8", folder, link / "deep" / "out")
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(CheckpointError, match="loop.*: .*; nothing was left"):
+        run_convert("hf", "megafp8", folder, tmp_path / "loop" / "out")
 
 
 def test_a_folder_of_another_program_is_named(tmp_path: Path) -> None:
@@ -271,6 +274,8 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     refused(folder, "lacks model.norm.weight, which|does not name model.norm.weight")
     index.write_text(json.dumps({"weight_map": {**names, "x": "../../etc/passwd"}}))
     refused(folder, "x is in '../../etc/passwd', no name of a file")
+    index.write_text(json.dumps({"weight_map": {**names, "x": "a" * 5000}}))
+    refused(folder, "x is in 'a{59}, no name of a file")
     twice = folder / "model-00003-of-00003.safetensors"
     kept = twice.read_bytes()
     save_file(load_file(twice) | {"model.norm.weight": weights()["model.norm.weight"]}, twice)

@@ -245,6 +245,7 @@ def test_pickled_files_of_interleaved_stages(tmp_path: Path) -> None:
         ("hybrid_override_pattern", "M-M*", "None"),
         ("softmax_type", "learnable", "None or vanilla"),
         ("num_experts", 8, "None or 0"),
+        ("num_experts", torch.zeros(2), "None or 0"),
     ],
 )
 def test_settings_that_mean_something_else(

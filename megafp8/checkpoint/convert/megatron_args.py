@@ -102,9 +102,11 @@ def from_args(
     if missing:
         raise CheckpointError(f"{path}: args lack {', '.join(missing)}; give --config FILE.yaml")
     for name, allowed in _EXPECTED:
-        if args.get(name) not in allowed:
+        value = args.get(name)
+        # A tensor has no one answer to whether it equals these.
+        if isinstance(value, torch.Tensor) or value not in allowed:
             shown = " or ".join(str(value) for value in allowed)
-            raise CheckpointError(f"{path}: args.{name} is {args[name]!r:.60}; allowed: {shown}")
+            raise CheckpointError(f"{path}: args.{name} is {value!r:.60}; allowed: {shown}")
     _check_types(path, args)
     positions = args.get("position_embedding_type", "learned_absolute")
     if args.get("use_rotary_position_embeddings") and positions != "rope":

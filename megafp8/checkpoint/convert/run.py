@@ -84,7 +84,8 @@ def convert(options: ConvertOptions) -> list[str]:
         raise CheckpointError(f"--save {final} exists; give a new folder, nothing is overwritten")
     try:
         view = open_view(options)
-        if final.resolve().is_relative_to(view.path.resolve()):
+        # Not `Path.resolve`, whose error about a loop of links is none of the system's.
+        if Path(os.path.realpath(final)).is_relative_to(os.path.realpath(view.path)):
             raise CheckpointError(f"--save {final} lies inside the source {view.path}")
         # A checkpoint of ours is kept from a run's --keep-last; for others this does nothing.
         with reading(view.path), _new_folder(final) as target:

@@ -116,7 +116,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
         if not isinstance(found, dict) or not found:
             raise CheckpointError(f"{index}: weight_map is {found!r:.60}, expected names and files")
         for name, owner in found.items():
-            if not isinstance(owner, str) or Path(owner).name != owner:
+            if not isinstance(owner, str) or Path(owner).name != owner or len(owner) > 255:
                 raise CheckpointError(f"{index}: {name} is in {owner!r:.60}, no name of a file")
             if not (folder / owner).is_file():
                 raise CheckpointError(f"{index} names {owner} for {name}, and that file is missing")
