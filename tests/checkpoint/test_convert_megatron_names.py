@@ -191,6 +191,41 @@ def test_one_pickled_file(release: Path, tmp_path: Path, rename: Callable[[str],
     ]
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.tensor(1.0), r"has shape \[\], expected"),
+        (torch.eye(320, 160).to_sparse(), "linear_qkv.weight is no dense tensor"),
+        (torch.empty(320, 160, device="meta"), "linear_qkv.weight is no dense tensor"),
+        ([1.0], "linear_qkv.weight is not Megatron-core's"),
+    ],
+    ids=["scalar", "sparse", "meta", "list"],
+)
+def test_a_pickled_value_that_is_no_weight(
+    release: Path, tmp_path: Path, value: Any, words: str
+) -> None:
+    common = torch.load(release / "common.pt", weights_only=False)
+    model: dict[str, Any] = {local(n): v for n, v in by_layer(stored(release)).items()}
+    model["decoder.layers.0.self_attention.linear_qkv.weight"] = value
+    path = tmp_path / "in" / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    torch.save({"args": common["args"], "checkpoint_version": 3.0, "model": model}, path)
+    with pytest.raises(CheckpointError, match=words):
+        run_convert("megatron", "hf", tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pickled_parameter_is_its_values(release: Path, tmp_path: Path) -> None:
+    """A file of a module's parameters, which ask for gradients, converts like one of tensors."""
+    common = torch.load(release / "common.pt", weights_only=False)
+    model = {local(n): torch.nn.Parameter(v) for n, v in by_layer(stored(release)).items()}
+    path = tmp_path / "in" / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    torch.save({"args": common["args"], "checkpoint_version": 3.0, "model": model}, path)
+    assert check_weights(tmp_path / "in", tmp_path / "out") == []
+    run_convert("megatron", "megafp8", tmp_path / "in", tmp_path / "ours")
+
+
 def test_pickled_files_of_interleaved_stages(tmp_path: Path) -> None:
     """pp 2 with two chunks each: a rank holds layers 0 and 2, or 1 and 3, numbered from 0."""
     tensors = weights()

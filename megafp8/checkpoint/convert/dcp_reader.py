@@ -32,6 +32,13 @@ def is_empty(value: object) -> bool:
     return value is None or (isinstance(value, Tensor) and value.numel() == 0)
 
 
+def is_plain(value: object) -> bool:
+    """Tell whether a pickled value is a tensor whose elements are all in memory, one by one."""
+    # Pickles also hold sparse and quantized tensors, and ones without data.
+    plain = isinstance(value, Tensor) and value.layout == torch.strided
+    return plain and value.device.type == "cpu" and not value.is_quantized
+
+
 class DcpTensors:
     """Reads whole tensors, chunk by chunk; memory is the tensor and one chunk of it.
 
@@ -94,6 +101,8 @@ class DcpTensors:
             value = torch.load(self._bytes(place), map_location="cpu", weights_only=True)
         except Exception as error:  # damaged bytes raise nearly any type
             raise CheckpointError(f"{path}: {name} cannot be read: {reason_of(error)}") from None
-        if not isinstance(value, Tensor):
-            raise CheckpointError(f"{path}: {name} is {type(value).__name__}, expected a tensor")
+        if not is_plain(value):
+            raise CheckpointError(
+                f"{path}: {name} is {type(value).__name__}, expected a dense tensor"
+            )
         return value
