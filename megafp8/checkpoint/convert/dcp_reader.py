@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -32,11 +33,12 @@ def is_empty(value: object) -> bool:
     return value is None or (isinstance(value, Tensor) and value.numel() == 0)
 
 
-def is_plain(value: object) -> bool:
+def is_plain(value: object) -> TypeGuard[Tensor]:
     """Tell whether a pickled value is a tensor whose elements are all in memory, one by one."""
     # Pickles also hold sparse and quantized tensors, and ones without data.
-    plain = isinstance(value, Tensor) and value.layout == torch.strided
-    return plain and value.device.type == "cpu" and not value.is_quantized
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return False
+    return value.device.type == "cpu" and not value.is_quantized
 
 
 class DcpTensors:
