@@ -127,6 +127,11 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"found {text!r}, allowed a number") from None
 
 
+def printable(text: str) -> str:
+    """One line for a terminal: line ends and control characters are spelled out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def run_tool(work: Callable[[], list[str]]) -> int:
     """Run a tool's work, print its report lines, and return the exit code.
 
@@ -135,9 +140,10 @@ def run_tool(work: Callable[[], list[str]]) -> int:
     """
     configure(0)
     try:
-        print("\n".join(work()), flush=True)
+        # Names of files that are no UTF-8 must not stop a report.
+        print("\n".join(work()).encode(errors="backslashreplace").decode(), flush=True)
     except MegaFP8Error as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("error: interrupted; nothing was written", file=sys.stderr)
@@ -147,6 +153,6 @@ def run_tool(work: Callable[[], list[str]]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
-        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        print(f"error: {printable(f'{where}{error.strerror or error}')}", file=sys.stderr)
         return MegaFP8Error.exit_code
     return 0

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megafp8.checkpoint.convert import safetensors_files
+from megafp8.checkpoint.convert import run, safetensors_files
 from megafp8.checkpoint.convert.hf_fields import read_json
 from megafp8.checkpoint.convert.native import open_native
 from megafp8.checkpoint.streaming import TensorReader
+from megafp8.data.tool_parser import run_tool
 from megafp8.errors import CheckpointError
 from tests.checkpoint.converted import run_convert
 from tests.checkpoint.hand_made import CONFIG, HIDDEN, VOCAB, make_folder, weights
@@ -77,7 +78,23 @@ def refused(folder: Path, match: str, target: str = "megafp8", **options: Any) -
         ({"layer_types": 3}, "layer_types is 3; allowed: 2 of"),
         ({"layer_types": ["full_attention"]}, "layer_types is .*; allowed: 2 of"),
         ({"num_hidden_layers": 10**9}, "num_layers: found 1000000000"),
+        ({"num_hidden_layers": 10**400}, "num_hidden_layers is 1000.*; allowed: a positive whole"),
+        ({"head_dim": 10**40}, "head_dim is 1000.*; allowed: a positive whole"),
+        ({"head_dim": 5}, "head_dim is 5; allowed: heads of an even size for rope, found 5"),
+        ({"head_dim": None, "hidden_size": 12}, "hidden_size is 12; allowed: heads of .*found 3"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000.*; allowed: a number"),
+        ({"rope_scaling": LLAMA3 | {"factor": 10**400}}, "allowed: rope_type default, or llama3"),
+        ({"rope_scaling": LLAMA3 | {"factor": float("inf")}}, "allowed: rope_type default, or"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_parameters is .*; allowed: a number >= 0"),
+        (
+            {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+            "rope_parameters is .*; allowed: a partial_rotary_factor of 1.0",
+        ),
         ({"model_type": "mistral"}, "sliding_window is missing"),
+        (
+            {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"] * 2},
+            "layer_types is .*full.*; allowed: sliding_attention alone, as sliding_window is given",
+        ),
         (
             {"model_type": "mistral", "sliding_window": 8, "layer_types": ["chunked"] * 2},
             "layer_types is .*chunked.*; allowed: 2 of full_attention or sliding_attention",
@@ -177,6 +194,9 @@ def test_a_folder_inside_the_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="lies inside the source"):
         run_convert("hf", "megafp8", folder, link / "deep" / "out")
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(CheckpointError, match="loop.*: .*; nothing was left"):
+        run_convert("hf", "megafp8", folder, tmp_path / "loop" / "out")
 
 
 def test_a_folder_of_another_program_is_named(tmp_path: Path) -> None:
@@ -254,6 +274,8 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     refused(folder, "lacks model.norm.weight, which|does not name model.norm.weight")
     index.write_text(json.dumps({"weight_map": {**names, "x": "../../etc/passwd"}}))
     refused(folder, "x is in '../../etc/passwd', no name of a file")
+    index.write_text(json.dumps({"weight_map": {**names, "x": "a" * 5000}}))
+    refused(folder, "x is in 'a{59}, no name of a file")
     twice = folder / "model-00003-of-00003.safetensors"
     kept = twice.read_bytes()
     save_file(load_file(twice) | {"model.norm.weight": weights()["model.norm.weight"]}, twice)
@@ -273,6 +295,58 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     refused(folder, "names model-00002-of-00003.safetensors for .*, and that file is missing")
     index.unlink()
     refused(folder, "holds neither model.safetensors nor model.safetensors.index.json")
+
+
+def test_weights_in_one_file_and_in_shards_are_refused(tmp_path: Path) -> None:
+    """transformers would read the file, other programs the shards: two models in one folder."""
+    folder = make_folder(tmp_path / "in", shards=2)
+    other = {name: value + 1 for name, value in weights().items()}
+    save_file(other, folder / "model.safetensors")
+    refused(
+        folder,
+        "holds both model.safetensors and model.safetensors.index.json, which names "
+        "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors; allowed: one of them",
+    )
+    # An index of that one file says nothing else than the file.
+    index = {"weight_map": dict.fromkeys(other, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    run_convert("hf", "hf", folder, tmp_path / "out")
+    assert torch.equal(
+        load_file(tmp_path / "out/model.safetensors")["model.norm.weight"],
+        other["model.norm.weight"],
+    )
+
+
+def test_no_memory_for_a_tensor_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path / "in")
+
+    def allocate(*args: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 64 bytes\nat a.cpp:1")
+
+    monkeypatch.setattr(run, "_write", allocate)
+    refused(folder, "in: memory does not hold a tensor of it .*64 bytes.; nothing was left")
+    monkeypatch.setattr(run, "_write", lambda *args: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="size"):
+        run_convert("hf", "megafp8", folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["make_vocab_size_divisible_by", "seq_length"])
+def test_a_number_without_bound_in_a_flag(tmp_path: Path, name: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    refused(make_folder(tmp_path / "in"), f"{flag} 1000.*: allowed 1 to", **{name: 10**30})
+
+
+def test_foreign_names_are_printed_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> list[str]:
+        raise CheckpointError("in: 1 unknown: a\nb\x1b[31m\udcff")
+
+    assert run_tool(refuse) == 2
+    assert capsys.readouterr().err == "error: in: 1 unknown: a\\nb\\x1b[31m\\udcff\n"
+    assert run_tool(lambda: ["converted in/\udcff", "verified"]) == 0
+    assert capsys.readouterr().out == "converted in/\\udcff\nverified\n"
 
 
 def test_equal_head_of_a_tied_model_is_no_second_tensor(tmp_path: Path) -> None:
@@ -424,7 +498,7 @@ def test_bin_files_are_named_in_the_refusal(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     refused(folder, "found pytorch_model.bin; pickled weights are not read")
     save_file({"x": torch.ones(2, dtype=torch.int64)}, folder / "model.safetensors")
-    refused(folder, "x is I64, allowed F32")
+    refused(folder, "x is I64, allowed F32, BF16, F16$")
 
 
 def test_a_config_of_absurd_depth_is_no_json(tmp_path: Path) -> None:

@@ -160,6 +160,10 @@ def test_scales_beside_the_weights(trained: Path, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], view.read_scale(name)) for name in found)
     plain = load_file(tmp_path / "out/model.safetensors")
     assert all(torch.equal(plain[name], value) for name, value in weights().items())
+    # A Hugging Face folder is weights alone, and the way back says so.
+    lines = run_convert("hf", "megafp8", tmp_path / "out", tmp_path / "again")
+    left = "note: FP8 scale state is left out, scales start anew: fp8_scales.safetensors"
+    assert left in lines
 
 
 def test_what_cannot_be_fp8_is_refused(tmp_path: Path) -> None:

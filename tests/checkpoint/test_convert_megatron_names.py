@@ -191,6 +191,41 @@ def test_one_pickled_file(release: Path, tmp_path: Path, rename: Callable[[str],
     ]
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.tensor(1.0), r"has shape \[\], expected"),
+        (torch.eye(320, 160).to_sparse(), "linear_qkv.weight is no dense tensor"),
+        (torch.empty(320, 160, device="meta"), "linear_qkv.weight is no dense tensor"),
+        ([1.0], "linear_qkv.weight is not Megatron-core's"),
+    ],
+    ids=["scalar", "sparse", "meta", "list"],
+)
+def test_a_pickled_value_that_is_no_weight(
+    release: Path, tmp_path: Path, value: Any, words: str
+) -> None:
+    common = torch.load(release / "common.pt", weights_only=False)
+    model: dict[str, Any] = {local(n): v for n, v in by_layer(stored(release)).items()}
+    model["decoder.layers.0.self_attention.linear_qkv.weight"] = value
+    path = tmp_path / "in" / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    torch.save({"args": common["args"], "checkpoint_version": 3.0, "model": model}, path)
+    with pytest.raises(CheckpointError, match=words):
+        run_convert("megatron", "hf", tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pickled_parameter_is_its_values(release: Path, tmp_path: Path) -> None:
+    """A file of a module's parameters, which ask for gradients, converts like one of tensors."""
+    common = torch.load(release / "common.pt", weights_only=False)
+    model = {local(n): torch.nn.Parameter(v) for n, v in by_layer(stored(release)).items()}
+    path = tmp_path / "in" / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    torch.save({"args": common["args"], "checkpoint_version": 3.0, "model": model}, path)
+    assert check_weights(tmp_path / "in", tmp_path / "out") == []
+    run_convert("megatron", "megafp8", tmp_path / "in", tmp_path / "ours")
+
+
 def test_pickled_files_of_interleaved_stages(tmp_path: Path) -> None:
     """pp 2 with two chunks each: a rank holds layers 0 and 2, or 1 and 3, numbered from 0."""
     tensors = weights()
@@ -235,11 +270,17 @@ def test_pickled_files_of_interleaved_stages(tmp_path: Path) -> None:
         ("window_size", (7,), "two numbers"),
         ("rotary_base", "many", "a number"),
         ("norm_epsilon", True, "a number"),
+        ("norm_epsilon", float("nan"), "a number"),
+        ("rotary_base", 10**400, "a number"),
+        ("num_layers", 10**400, "a positive whole number"),
+        ("hidden_size", True, "a positive whole number"),
+        ("vocab_size", 0, "a positive whole number"),
         ("swiglu", "no", "True or False"),
         ("rope_type", "yarn", "None or rope"),
         ("hybrid_override_pattern", "M-M*", "None"),
         ("softmax_type", "learnable", "None or vanilla"),
         ("num_experts", 8, "None or 0"),
+        ("num_experts", torch.zeros(2), "None or 0"),
     ],
 )
 def test_settings_that_mean_something_else(
@@ -252,6 +293,17 @@ def test_settings_that_mean_something_else(
     with pytest.raises(CheckpointError, match=f"args.{name} is .*; allowed: {allowed}"):
         run_convert("megatron", "hf", folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["norm_epsilon", "rotary_base", "rotary_percent"])
+def test_zero_is_no_missing_setting(release: Path, tmp_path: Path, name: str) -> None:
+    """It is refused as what it is, and nothing computes with a default instead."""
+    folder = tmp_path / "in"
+    shutil.copytree(release, folder)
+    common = torch.load(release / "common.pt", weights_only=False)
+    torch.save({"args": Namespace(**{**vars(common["args"]), name: 0.0})}, folder / "common.pt")
+    with pytest.raises(CheckpointError, match=rf"model.{name}: found 0.0, allowed > 0"):
+        run_convert("megatron", "hf", folder, tmp_path / "out")
 
 
 def test_a_configuration_and_what_it_would_override(release: Path, tmp_path: Path) -> None:

@@ -1,13 +1,17 @@
 """Fused queries, keys and values row by row, on numbers that say where a row came from."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megafp8.checkpoint.convert.hf_names import routes
 from megafp8.checkpoint.convert.routes import join_qkv, split_qkv
+from megafp8.checkpoint.convert.safetensors_files import Described, SafetensorsWriter
+from megafp8.checkpoint.convert.view import flat, raw_bytes
 from megafp8.config import ModelShape
 from tests.model.small import VOCAB, small_config
 
@@ -55,3 +59,22 @@ def test_a_route_is_exact_both_ways(model_type: str) -> None:
         if "vocab" not in route.ours and "embeddings" not in route.ours:
             back = route.split(route.join(theirs))
             assert all(torch.equal(a, b) for a, b in zip(theirs, back, strict=True)), route.ours
+
+
+def test_bytes_of_a_single_element_with_any_stride(tmp_path: Path) -> None:
+    """What `contiguous` leaves alone: the strides of a dimension of one say nothing."""
+    strided = torch.arange(12.0).view(3, 4).t()[1:2, 2:3]
+    alone = torch.arange(7.0)[1::5][:1]
+    assert (strided.stride(), alone.stride()) == ((1, 4), (5,))
+    for tensor in (strided, alone):
+        assert raw_bytes(flat(tensor)).tobytes() == tensor.clone().numpy().tobytes()
+    entries = {
+        "strided": Described((1, 1), torch.float32),
+        "alone": Described((1,), torch.float32),
+    }
+    writer = SafetensorsWriter(tmp_path / "x.safetensors", entries)
+    writer.write("strided", strided)
+    writer.write("alone", alone)
+    writer.close()
+    found = load_file(tmp_path / "x.safetensors")
+    assert (found["strided"].item(), found["alone"].item()) == (9.0, 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,6 +31,14 @@ def is_empty(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(is_empty(item) for item in value)
     return value is None or (isinstance(value, Tensor) and value.numel() == 0)
+
+
+def is_plain(value: object) -> TypeGuard[Tensor]:
+    """Tell whether a pickled value is a tensor whose elements are all in memory, one by one."""
+    # Pickles also hold sparse and quantized tensors, and ones without data.
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return False
+    return value.device.type == "cpu" and not value.is_quantized
 
 
 class DcpTensors:
@@ -94,6 +103,8 @@ class DcpTensors:
             value = torch.load(self._bytes(place), map_location="cpu", weights_only=True)
         except Exception as error:  # damaged bytes raise nearly any type
             raise CheckpointError(f"{path}: {name} cannot be read: {reason_of(error)}") from None
-        if not isinstance(value, Tensor):
-            raise CheckpointError(f"{path}: {name} is {type(value).__name__}, expected a tensor")
+        if not is_plain(value):
+            raise CheckpointError(
+                f"{path}: {name} is {type(value).__name__}, expected a dense tensor"
+            )
         return value

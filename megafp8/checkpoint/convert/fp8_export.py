@@ -23,6 +23,7 @@ from megafp8.checkpoint.convert.hf import Item, plain_items
 from megafp8.checkpoint.convert.hf_names import LLAMA_FAMILY, routes
 from megafp8.checkpoint.convert.routes import Route
 from megafp8.checkpoint.convert.safetensors_files import (
+    SCALES_NAME,
     Described,
     SafetensorsFolder,
     SafetensorsWriter,
@@ -41,7 +42,6 @@ from megafp8.numerics.scales import current_scale
 
 BLOCK = 128
 _BLOCKWISE = Recipe(name="blockwise")
-SCALES_NAME = "fp8_scales.safetensors"
 
 
 @dataclass(frozen=True)

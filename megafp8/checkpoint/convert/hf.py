@@ -24,6 +24,7 @@ from megafp8.checkpoint.convert.hf_names import GPT2_PREFIX, is_buffer, routes
 from megafp8.checkpoint.convert.routes import Route
 from megafp8.checkpoint.convert.safetensors_files import (
     INDEX_NAME,
+    SCALES_NAME,
     Described,
     SafetensorsFolder,
     SafetensorsWriter,
@@ -88,6 +89,8 @@ def open_hf(
     buffers = [name for name in files.names if is_buffer(name)]
     if buffers:
         notes.append(f"{len(buffers)} constants are left out, no weights: {listed(buffers)}")
+    if (folder / SCALES_NAME).is_file():
+        notes.append(f"FP8 scale state is left out, scales start anew: {SCALES_NAME}")
     kinds = {str(entry.dtype).removeprefix("torch.") for entry in files.entries.values()}
     if len(kinds) > 1:
         notes.append(f"weights are {', '.join(sorted(kinds))}: float32 holds them all")

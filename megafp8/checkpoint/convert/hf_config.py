@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megafp8.checkpoint.convert.hf_fields import KEPT, Fields
+from megafp8.checkpoint.convert.hf_fields import KEPT, Fields, is_number
 from megafp8.checkpoint.convert.hf_names import LLAMA_FAMILY, MODEL_TYPES
 from megafp8.config.model import ModelConfig
 from megafp8.errors import CheckpointError
@@ -93,6 +93,9 @@ def _from_llama(fields: Fields, model_type: str) -> dict[str, Any]:
             raise fields.error("hidden_size", f"a multiple of num_attention_heads {heads}")
     else:
         head_dim = fields.whole("head_dim")
+    if head_dim % 2:
+        name = "head_dim" if fields.get("head_dim", None) is not None else "hidden_size"
+        raise fields.error(name, f"heads of an even size for rope, found {head_dim}")
     if fields.get("hidden_act") not in ("silu", "swish"):
         raise fields.error("hidden_act", "silu")
     fields.expect("pretraining_tp", 1, None)
@@ -124,10 +127,13 @@ def _from_llama(fields: Fields, model_type: str) -> dict[str, Any]:
 def _from_rope(fields: Fields) -> dict[str, Any]:
     """Transformers 5 writes all under `rope_parameters`, earlier ones two fields."""
     new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
-    theta = fields.number("rope_theta", (new or old).get("rope_theta", 10000.0))
+    name = "rope_parameters" if new else "rope_scaling"
+    inner = (new or old).get("rope_theta", 10000.0)
+    if not is_number(inner):
+        raise fields.error(name, "a number >= 0 as its rope_theta")
+    theta = fields.number("rope_theta", inner)
     if new.get("rope_theta", theta) != theta:
         raise fields.error("rope_theta", f"{new['rope_theta']} as in rope_parameters")
-    name = "rope_parameters" if new else "rope_scaling"
     values = {"rope_theta": theta, **(new or old)}
     if new and old and {**values, **old} != values:
         raise fields.error("rope_scaling", "the same as rope_parameters")
@@ -137,9 +143,9 @@ def _from_rope(fields: Fields) -> dict[str, Any]:
     kind = values.pop("rope_type", old_kind or "default")
     if old_kind not in (None, kind):
         raise fields.error(name, "the same type and rope_type")
-    if values.pop("partial_rotary_factor", 1.0) != 1.0 or fields.get(
-        "partial_rotary_factor", 1.0
-    ) not in (1, None):
+    if values.pop("partial_rotary_factor", 1.0) not in (1, None):
+        raise fields.error(name, "a partial_rotary_factor of 1.0")
+    if fields.get("partial_rotary_factor", 1.0) not in (1, None):
         raise fields.error("partial_rotary_factor", "1.0")
     if kind == "default":
         rest = set(values) - {"rope_theta"}
@@ -152,8 +158,7 @@ def _from_rope(fields: Fields) -> dict[str, Any]:
         "high_freq_factor": "rope_high_freq_factor",
         "original_max_position_embeddings": "rope_original_max_position_embeddings",
     }
-    # `type` and not `isinstance`: true is no number here.
-    numbers = all(type(values.get(key)) in (int, float) for key in wanted)
+    numbers = all(is_number(values.get(key)) for key in wanted)
     numbers = numbers and values["original_max_position_embeddings"] % 1 == 0
     if kind != "llama3" or set(values) != {"rope_theta", *wanted} or not numbers:
         raise fields.error(name, f"rope_type default, or llama3 with {', '.join(wanted)}")
@@ -186,6 +191,9 @@ def _from_window(fields: Fields, model_type: str, layers: int) -> tuple[int, int
         window = None
     elif model_type == "mistral":
         window = fields.get("sliding_window")
+        if window is not None and "full_attention" in kinds:
+            # transformers' model has the window in all layers, whatever the list says.
+            raise fields.error("layer_types", "sliding_attention alone, as sliding_window is given")
     else:
         used = fields.switch("use_sliding_window", False)
         window = fields.get("sliding_window") if used else fields.get("sliding_window", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from megafp8.errors import CheckpointError
 
@@ -69,14 +69,14 @@ class Fields:
         value = self.get(name, default)
         if value is None and default is not _MISSING:
             value = default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_size(value):
             raise self.error(name, "a positive whole number")
         return value
 
     def number(self, name: str, default: Any = _MISSING) -> float:
         """A number >= 0."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e300:
+        if not is_number(value):
             raise self.error(name, "a number >= 0")
         return float(value)
 
@@ -136,6 +136,19 @@ class Fields:
                 f"{self.path}: unknown fields may change what the model computes: {shown}; "
                 "give --ignore-config-field NAME for those that do not"
             )
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Tell whether a value of a JSON file is a number >= 0 that a float can hold; true is none."""
+    # `json` also reads NaN and Infinity, and whole numbers of any length.
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 <= value < 1e300
+
+
+def is_size(value: object) -> TypeGuard[int]:
+    """Tell whether a value is a whole number > 0 of no more than 64 bits; true is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63
 
 
 def read_json(path: Path) -> dict[str, Any]:

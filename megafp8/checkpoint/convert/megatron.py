@@ -174,10 +174,7 @@ def _model(
         return config.model.model_dump(), config.known_vocab_size
     if not args:
         raise CheckpointError(f"{source} holds no args; describe the model with --config FILE.yaml")
-    vocab = args.get("vocab_size")
-    if vocab is not None and (not isinstance(vocab, int) or vocab < 1):
-        raise CheckpointError(f"{source}: args.vocab_size is {vocab!r:.40}; allowed: a number")
-    return from_args(source, args, seq_length, divisible_by), vocab
+    return from_args(source, args, seq_length, divisible_by), args.get("vocab_size")
 
 
 class DistTensors:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megafp8.checkpoint.convert.hf_fields import is_number, is_size
 from megafp8.config import ModelShape
 from megafp8.config.model import ModelConfig
 from megafp8.errors import CheckpointError
@@ -70,7 +71,7 @@ _ROPE_CONSTANTS = {
     "rope_high_freq_factor": 4.0,
     "rope_original_max_position_embeddings": 8192,
 }
-_TAKEN = (
+_REQUIRED_SIZES = (
     "num_layers",
     "hidden_size",
     "num_attention_heads",
@@ -78,8 +79,9 @@ _TAKEN = (
     "kv_channels",
     "seq_length",
     "max_position_embeddings",
-    "normalization",
 )
+_SIZES = (*_REQUIRED_SIZES, "num_query_groups", "vocab_size")
+_TAKEN = (*_REQUIRED_SIZES, "normalization")
 
 
 def from_args(
@@ -100,9 +102,11 @@ def from_args(
     if missing:
         raise CheckpointError(f"{path}: args lack {', '.join(missing)}; give --config FILE.yaml")
     for name, allowed in _EXPECTED:
-        if args.get(name) not in allowed:
+        value = args.get(name)
+        # A tensor has no one answer to whether it equals these.
+        if isinstance(value, torch.Tensor) or value not in allowed:
             shown = " or ".join(str(value) for value in allowed)
-            raise CheckpointError(f"{path}: args.{name} is {args[name]!r:.60}; allowed: {shown}")
+            raise CheckpointError(f"{path}: args.{name} is {value!r:.60}; allowed: {shown}")
     _check_types(path, args)
     positions = args.get("position_embedding_type", "learned_absolute")
     if args.get("use_rotary_position_embeddings") and positions != "rope":
@@ -119,9 +123,9 @@ def from_args(
         "position_embedding_type": positions,
         "group_query_attention": grouped,
         "num_query_groups": args.get("num_query_groups") if grouped else None,
-        "rotary_base": float(args.get("rotary_base") or 10000),
-        "rotary_percent": float(args.get("rotary_percent") or 1.0),
-        "norm_epsilon": float(args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5),
+        "rotary_base": _number(args, 10000.0, "rotary_base"),
+        "rotary_percent": _number(args, 1.0, "rotary_percent"),
+        "norm_epsilon": _number(args, 1e-5, "norm_epsilon", "layernorm_epsilon"),
         "swiglu": swiglu,
         "disable_bias_linear": not bias,
         "add_qkv_bias": bias or bool(args.get("add_qkv_bias")),
@@ -131,17 +135,23 @@ def from_args(
         "qk_layernorm": bool(args.get("qk_layernorm")),
         "window_size": None if window is None or window[0] < 0 else (window[0], 0),
         "make_vocab_size_divisible_by": divisible_by,
-        "hidden_dropout": float(args.get("hidden_dropout") or 0.0),
-        "attention_dropout": float(args.get("attention_dropout") or 0.0),
+        "hidden_dropout": _number(args, 0.0, "hidden_dropout"),
+        "attention_dropout": _number(args, 0.0, "attention_dropout"),
     }
     if args.get("use_rope_scaling"):
-        factor = float(args.get("rope_scaling_factor") or 8.0)
+        factor = _number(args, 8.0, "rope_scaling_factor")
         model |= {"use_rope_scaling": True, "rope_scaling_factor": factor, **_ROPE_CONSTANTS}
     if not swiglu:
         # Megatron's fused bias and GELU is the tanh form; the unfused one is exact.
         tanh = bool(args.get("openai_gelu") or (bias and args.get("bias_gelu_fusion")))
         model["activation"] = "gelu-tanh" if tanh else "gelu"
     return model
+
+
+def _number(args: Mapping[str, Any], default: float, *names: str) -> float:
+    """The first of these settings that is there; zero is a value, and no missing one."""
+    found = (args[name] for name in names if args.get(name) is not None)
+    return float(next(found, default))
 
 
 def _check_types(path: Path, args: Mapping[str, Any]) -> None:
@@ -157,8 +167,10 @@ def _check_types(path: Path, args: Mapping[str, Any]) -> None:
 
     for name in _SWITCHES:
         check(name, isinstance(args.get(name), (bool, type(None))), "True or False")
+    for name in _SIZES:
+        check(name, args.get(name) is None or is_size(args[name]), "a positive whole number")
     for name in _NUMBERS:
-        check(name, args.get(name) is None or type(args[name]) in (int, float), "a number")
+        check(name, args.get(name) is None or is_number(args[name]), "a number >= 0")
     window = args.get("window_size")
     pair = isinstance(window, (tuple, list)) and [type(n) for n in window] == [int, int]
     sees_back = pair and window is not None and window[1] in (0, -1)

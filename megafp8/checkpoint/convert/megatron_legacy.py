@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.convert.dcp_reader import is_empty
+from megafp8.checkpoint.convert.dcp_reader import is_empty, is_plain
 from megafp8.checkpoint.convert.megatron_names import LAYERS, canonical
 from megafp8.checkpoint.convert.safe_pickle import load_pickled
 from megafp8.checkpoint.convert.safetensors_files import Described
@@ -132,7 +132,9 @@ class LegacyTensors:
                         f"{path}: {key} is not Megatron-core's (use_mcore_models); convert the "
                         "checkpoint with Megatron's own tools first"
                     )
-                found.append((_global_name(str(key), first), tensor))
+                if not is_plain(tensor):
+                    raise CheckpointError(f"{path}: {key} is no dense tensor")
+                found.append((_global_name(str(key), first), tensor.detach()))
         return found
 
     def _describe(self, name: str, parts: Sequence[Tensor], tp: int) -> Described:
@@ -141,7 +143,7 @@ class LegacyTensors:
             raise CheckpointError(f"{self.folder}: ranks hold {name} in different shapes")
         if len(parts) != tp:
             raise CheckpointError(f"{self.folder}: {len(parts)} of {tp} ranks hold {name}")
-        if dim is not None:
+        if dim is not None and dim < len(shape):  # else it does not fit, and is refused for that
             shape[dim] *= tp
         return Described(tuple(shape), parts[0].dtype)
 

@@ -17,17 +17,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megafp8.checkpoint.convert.fp8_export import (
-    SCALES_NAME,
-    fp8_items,
-    make_plan,
-    verify_fp8,
-    write_scales,
-)
+from megafp8.checkpoint.convert.fp8_export import fp8_items, make_plan, verify_fp8, write_scales
 from megafp8.checkpoint.convert.hf import Written, open_hf, plain_items, preferred_type, write_hf
 from megafp8.checkpoint.convert.megatron import open_megatron, write_megatron
 from megafp8.checkpoint.convert.native import open_native, write_native
-from megafp8.checkpoint.convert.safetensors_files import SafetensorsFolder
+from megafp8.checkpoint.convert.safetensors_files import SCALES_NAME, SafetensorsFolder
 from megafp8.checkpoint.convert.view import (
     DTYPES,
     Checksums,
@@ -39,6 +33,7 @@ from megafp8.checkpoint.files import reading, sync_directory
 from megafp8.checkpoint.rewrite import made_folders
 from megafp8.errors import CheckpointError
 
+LARGEST = 2**31 - 1  # of a number in a flag; sizes made of it fit into 64 bits
 BAKED = ("static", "dynamic", "blockwise")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -89,7 +84,8 @@ def convert(options: ConvertOptions) -> list[str]:
         raise CheckpointError(f"--save {final} exists; give a new folder, nothing is overwritten")
     try:
         view = open_view(options)
-        if final.resolve().is_relative_to(view.path.resolve()):
+        # Not `Path.resolve`, whose error about a loop of links is none of the system's.
+        if Path(os.path.realpath(final)).is_relative_to(os.path.realpath(view.path)):
             raise CheckpointError(f"--save {final} lies inside the source {view.path}")
         # A checkpoint of ours is kept from a run's --keep-last; for others this does nothing.
         with reading(view.path), _new_folder(final) as target:
@@ -98,6 +94,13 @@ def convert(options: ConvertOptions) -> list[str]:
     except OSError as error:
         name = error.filename or final
         raise CheckpointError(f"{name}: {error.strerror or error}; nothing was left") from None
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        raise CheckpointError(
+            f"{options.load}: memory does not hold a tensor of it ({str(error).splitlines()[0]}); "
+            "nothing was left"
+        ) from None
     count = view.shape.num_parameters
     padding = view.shape.padded_vocab_size - view.shape.vocab_size
     notes = [*view.notes, *_scales_left(view, options), *written.notes]
@@ -142,6 +145,11 @@ def _check(options: ConvertOptions) -> None:
         raise CheckpointError(
             f"--ignore-config-field is for --from hf, found --from {options.source}; leave it out"
         )
+    for name in ("seq_length", "make_vocab_size_divisible_by"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value <= LARGEST:
+            flag = f"--{name.replace('_', '-')}"
+            raise CheckpointError(f"{flag} {value}: allowed 1 to {LARGEST}")
     if options.seq_length is not None and options.source == "megafp8":
         raise CheckpointError("--seq-length: a megafp8 checkpoint has its own; leave it out")
     _bytes(options.max_shard_size)

@@ -22,17 +22,19 @@ from torch import Tensor
 
 from megafp8.checkpoint.convert.hf_fields import read_json
 from megafp8.checkpoint.convert.hf_names import is_buffer
-from megafp8.checkpoint.convert.view import raw_bytes
+from megafp8.checkpoint.convert.view import flat, raw_bytes
 from megafp8.errors import CheckpointError
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+SCALES_NAME = "fp8_scales.safetensors"  # of an export with `--fp8 scales`
 CODES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
 }
+PLAIN = "F32, BF16, F16"  # of a model to convert; FP8 is an export's own
 _NAMES = {dtype: code for code, dtype in CODES.items()}
 
 
@@ -85,9 +87,7 @@ class SafetensorsFolder:
             part = self._files[owner].get_slice(name)
             code = part.get_dtype()
             if code not in CODES:
-                raise CheckpointError(
-                    f"{folder / owner}: {name} is {code}, allowed {', '.join(CODES)}"
-                )
+                raise CheckpointError(f"{folder / owner}: {name} is {code}, allowed {PLAIN}")
             self.entries[name] = Described(tuple(part.get_shape()), CODES[code])
 
     @property
@@ -116,10 +116,17 @@ def _weight_map(folder: Path) -> dict[str, str]:
         if not isinstance(found, dict) or not found:
             raise CheckpointError(f"{index}: weight_map is {found!r:.60}, expected names and files")
         for name, owner in found.items():
-            if not isinstance(owner, str) or Path(owner).name != owner:
+            if not isinstance(owner, str) or Path(owner).name != owner or len(owner) > 255:
                 raise CheckpointError(f"{index}: {name} is in {owner!r:.60}, no name of a file")
             if not (folder / owner).is_file():
                 raise CheckpointError(f"{index} names {owner} for {name}, and that file is missing")
+        others = set(found.values()) - {SINGLE_NAME}
+        if others and single.is_file():
+            # transformers takes the first, other programs the second.
+            raise CheckpointError(
+                f"{folder} holds both {SINGLE_NAME} and {INDEX_NAME}, which names "
+                f"{_some(others)}; allowed: one of them"
+            )
         return found
     if single.is_file():
         return _names_in(folder, SINGLE_NAME)
@@ -182,7 +189,7 @@ class SafetensorsWriter:
             tensor.shape,
             entry,
         )
-        for piece in tensor.contiguous().view(-1).split(1 << 24):
+        for piece in flat(tensor).split(1 << 24):
             self._file.write(memoryview(raw_bytes(piece)))
 
     def close(self) -> None:

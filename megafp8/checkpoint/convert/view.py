@@ -143,11 +143,18 @@ class Checksums:
 def _crc32(tensor: Tensor) -> int:
     checksum = 0
     # In pieces: an fp32 copy of a bf16 embedding would double the memory that a conversion needs.
-    for piece in tensor.detach().contiguous().view(-1).split(1 << 22):
+    for piece in flat(tensor).split(1 << 22):
         checksum = zlib.crc32(raw_bytes(piece.float()), checksum)
     return checksum
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """All elements in one dimension, side by side; a copy only where they are not so already."""
+    whole = tensor.detach().contiguous()
+    # Not `view`: a single element counts as contiguous with any stride, and would keep it.
+    return whole.as_strided((whole.numel(),), (1,))
+
+
 def raw_bytes(tensor: Tensor) -> Any:
-    """The bytes of a contiguous, one-dimensional tensor, as an array over the same memory."""
+    """The bytes of a tensor from `flat`, as an array over the same memory."""
     return tensor.view(torch.uint8).numpy()
