@@ -1,5 +1,7 @@
 """Finding a checkpoint in a folder, and whether its files are those that its record names."""
 
+import os
+import stat
 from pathlib import Path
 
 from megafp8.checkpoint.files import (
@@ -13,13 +15,17 @@ from megafp8.checkpoint.files import (
     iteration_of,
     replaced_iteration,
 )
+from megafp8.checkpoint.kinds import folders_that_do, other_program
 from megafp8.checkpoint.record import CheckpointRecord
 from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
 
 _logger = get_logger(__name__)
 
-_CONVERT = "convert it: tools/convert_checkpoint.py --to megafp8 --save NEW_FOLDER"
+_LATEST_BYTES = 200  # a name is shorter
+# What is larger than a million tensors make it is no record, and reading it would fill the memory.
+_RECORD_BYTES = 2**28
+_NO_FILE = "(no file)"
 
 
 def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
@@ -82,20 +88,16 @@ def _refuse_what_is_meant_otherwise(folder: Path) -> None:
     """Starting fresh would be wrong where a folder holds a model that is not found by our names."""
     within = folder / "checkpoints"
     shards = next(folder.glob("*.distcp"), None) or folder / METADATA_NAME
-    if (folder / "latest_checkpointed_iteration.txt").exists():
-        what, do = "a checkpoint of Megatron", f"{_CONVERT} --from megatron --load {folder}"
-    elif (folder / "config.json").exists() or next(folder.glob("*.safetensors"), None):
-        what, do = "a model of Hugging Face", f"{_CONVERT} --from hf --load {folder}"
+    other = other_program(folder)
+    if other:
+        reason = other
     elif shards.exists():
-        what, do = (
-            f"{shards.name} and no {RECORD_NAME}",
-            "copy it again, whole",
-        )
+        reason = f", found {shards.name} and no {RECORD_NAME}; copy it again, whole"
     elif within.is_dir() and _survey(within)[1]:
-        what, do = "no checkpoint, its folder checkpoints does", f"give {within}"
+        reason = f"; {folders_that_do([within])}"
     else:
         return
-    raise CheckpointError(f"{folder} holds {what}; {do}")
+    raise CheckpointError(f"{folder} holds no checkpoint{reason}")
 
 
 def _exactly(directory: Path) -> Path:
@@ -133,9 +135,12 @@ def _read_latest(load_dir: Path) -> str | None:
     if path.is_symlink() and path.is_dir():  # a hand-made one, as other programs write it
         target = path.resolve()
         return target.name if target.parent == load_dir.resolve() else str(target)
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
-    return path.read_text(encoding="utf-8", errors="replace").strip()[:200]
+    if not path.is_file():
+        return _NO_FILE
+    with path.open("rb") as file:
+        return file.read(_LATEST_BYTES).decode(errors="replace").strip()
 
 
 def advice(directory: Path) -> str:
@@ -175,7 +180,12 @@ def read_record(directory: Path) -> CheckpointRecord:
 def _read_record(directory: Path) -> CheckpointRecord:
     path = Path(directory) / RECORD_NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(_RECORD_BYTES + 1)
+        if len(content) > _RECORD_BYTES:
+            size = path.stat().st_size
+            raise CheckpointError(f"{path} has {size} bytes, allowed up to {_RECORD_BYTES}")
+        text = content.decode()
     except FileNotFoundError as error:
         raise CheckpointError(f"{directory} is no complete checkpoint: no {RECORD_NAME}") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -186,6 +196,21 @@ def _read_record(directory: Path) -> CheckpointRecord:
 def foreign_files(directory: Path, record: CheckpointRecord) -> list[str]:
     """Return the names of shards in a checkpoint's folder that its record does not name."""
     return sorted({path.name for path in Path(directory).glob("*.distcp")} - set(record.files))
+
+
+def size_problem(path: Path, expected: int) -> str | None:
+    """Return what is wrong with a file as its name and size tell; None if nothing is."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return f"is missing, expected {expected} bytes"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    if not stat.S_ISREG(status.st_mode):
+        return f"is no file, expected one of {expected} bytes"
+    if status.st_size != expected:
+        return f"has {status.st_size} bytes, expected {expected}"
+    return None
 
 
 def verify_files(
@@ -209,12 +234,9 @@ def verify_files(
     """
     for name, entry in record.files.items():
         path = Path(directory) / name
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{path} is missing, expected {entry.size} bytes") from error
-        if size != entry.size:
-            raise CheckpointError(f"{path} has {size} bytes, expected {entry.size}")
+        problem = size_problem(path, entry.size)
+        if problem is not None:
+            raise CheckpointError(f"{path} {problem}")
     foreign = foreign_files(directory, record)
     if foreign:
         raise CheckpointError(

@@ -165,6 +165,7 @@ def commit(temporary: Path, final: Path, record: CheckpointRecord) -> None:
                 " --save must lie on a file system that all ranks share"
             )
     assert METADATA_NAME in record.files, sorted(record.files)
+    check_latest(final.parent)
     sync_directory(temporary)
     write_atomically(temporary / RECORD_NAME, record.to_json())
     _replace(temporary, final)
@@ -172,9 +173,20 @@ def commit(temporary: Path, final: Path, record: CheckpointRecord) -> None:
     write_atomically(final.parent / LATEST_NAME, final.name + "\n")
 
 
+def check_latest(root: Path) -> None:
+    """Find `latest` replaceable, before a checkpoint has its name and nothing may fail any more.
+
+    Raises:
+        CheckpointError: it is a directory.
+    """
+    path = root / LATEST_NAME
+    if path.is_dir() and not path.is_symlink():
+        raise CheckpointError(f"{path} is a directory, expected a file; remove or rename it")
+
+
 def _replace(temporary: Path, final: Path) -> None:
     """Give a finished directory its final name; what bears that name is set aside for `_tidy`."""
-    if not final.exists():
+    if not os.path.lexists(final):
         os.rename(temporary, final)
         return
     # A directory cannot be renamed over a filled one. A kill between the two renames leaves only
@@ -200,7 +212,11 @@ def _tidy(final: Path, keep_last: int | None) -> None:
     try:
         for path in sorted(final.parent.iterdir()):
             iteration, replaced = iteration_of(path.name), replaced_iteration(path.name)
-            if replaced is not None and not path.with_name(iteration_name(replaced)).exists():
+            if (
+                replaced is not None
+                and is_complete(path)
+                and not os.path.lexists(path.with_name(iteration_name(replaced)))
+            ):
                 # The only copy of an iteration whose second save was killed: give it its name back.
                 iteration, replaced = replaced, None
                 path = path.rename(path.with_name(iteration_name(iteration)))
@@ -215,7 +231,10 @@ def _tidy(final: Path, keep_last: int | None) -> None:
                     _logger.info("%s is being loaded by another process: kept for now", path)
                 else:
                     doomed.append(path)
-        for path in doomed:
-            remove_directory(path)
     except OSError as error:
-        _logger.warning("old checkpoints in %s could not be deleted: %s", final.parent, error)
+        _logger.warning("old checkpoints in %s could not be listed: %s", final.parent, error)
+    for path in doomed:
+        try:
+            remove_directory(path)
+        except OSError as error:  # the others still have to go: the disk would fill
+            _logger.warning("%s could not be deleted: %s", path, error)

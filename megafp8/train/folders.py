@@ -11,6 +11,7 @@ import yaml
 
 from megafp8.checkpoint import FolderLock, find_checkpoint
 from megafp8.checkpoint.agree import on_first_rank
+from megafp8.checkpoint.save import check_latest
 from megafp8.config import RunConfig
 from megafp8.config.hardware import PrecisionChoice
 from megafp8.errors import CheckpointError
@@ -118,6 +119,7 @@ def open_save_dir(config: RunConfig, run_dir: Path, fresh: bool) -> Path:
 
     def make() -> Path:
         _probe(folder)
+        check_latest(folder)
         other = find_checkpoint(folder, to_load=False) if fresh else None
         if other is not None:
             raise CheckpointError(

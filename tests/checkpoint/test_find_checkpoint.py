@@ -104,14 +104,20 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("config.json", "holds a model of Hugging Face; convert it: .* --from hf --load"),
-        ("model-00001-of-00002.safetensors", "holds a model of Hugging Face"),
-        ("latest_checkpointed_iteration.txt", "a checkpoint of Megatron; .* --from megatron"),
-        (".metadata", r"holds \.metadata and no megafp8.json; copy it again, whole"),
-        ("__0_0.distcp", "holds __0_0.distcp and no megafp8.json"),
+        (
+            "config.json",
+            "no checkpoint: it is a model of Hugging Face; convert it: .* --from hf --load",
+        ),
+        ("model-00001-of-00002.safetensors", "it is a model of Hugging Face; convert it"),
+        (
+            "latest_checkpointed_iteration.txt",
+            "it is a checkpoint of Megatron; convert it: .* --from megatron",
+        ),
+        (".metadata", r"found \.metadata and no megafp8.json; copy it again, whole"),
+        ("__0_0.distcp", "found __0_0.distcp and no megafp8.json"),
         (
             "checkpoints/iter_0000005/megafp8.json",
-            "holds no checkpoint, its folder checkpoints does; give [^ ]*/checkpoints$",
+            "holds no checkpoint; folders in it do, give one of them: [^ ]*/checkpoints$",
         ),
     ],
 )
