@@ -24,6 +24,7 @@ LATEST_NAME = "latest"
 _NUMBER = r"([0-9]{7}|[1-9][0-9]{7,18})"
 _ITERATION = re.compile(f"iter_{_NUMBER}")
 _TEMPORARY = re.compile(f"tmp_iter_{_NUMBER}\\.[0-9a-f]{{8}}")
+_UNFINISHED_LATEST = re.compile(f"{LATEST_NAME}\\.[0-9a-f]{{8}}\\.tmp")
 _REPLACED = re.compile(f"old_iter_{_NUMBER}\\.[0-9a-f]{{8}}")
 
 CHUNK_BYTES = 2**20  # small enough to be summed from the processor's cache
@@ -44,6 +45,11 @@ def iteration_of(name: str) -> int | None:
 def is_temporary(name: str) -> bool:
     """Tell whether a name is that of a directory which a save has not finished."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_unfinished_latest(name: str) -> bool:
+    """Tell whether a name is that which `latest` has while `write_atomically` writes it."""
+    return _UNFINISHED_LATEST.fullmatch(name) is not None
 
 
 def replaced_iteration(name: str) -> int | None:

@@ -25,7 +25,6 @@ _logger = get_logger(__name__)
 _LATEST_BYTES = 200  # a name is shorter
 # What is larger than a million tensors make it is no record, and reading it would fill the memory.
 _RECORD_BYTES = 2**28
-_NO_FILE = "(no file)"
 
 
 def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
@@ -60,10 +59,10 @@ def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
         partial, complete = _survey(load_dir)
     for path in partial:
         _logger.warning("checkpoint %s is partial (no %s): skipped", path, RECORD_NAME)
-    named = _read_latest(load_dir)
+    named, state = _read_latest(load_dir)
     if not complete:
         if named is not None or any(iteration_of(path.name) is not None for path in partial):
-            found = ", ".join(path.name for path in partial) or f"{LATEST_NAME} naming {named!r}"
+            found = ", ".join(path.name for path in partial) or f"{LATEST_NAME}, which {state}"
             do = "give another --load, or an empty directory to start fresh"
             if not to_load:
                 do = "give another --save, or remove what is partial there"
@@ -78,7 +77,7 @@ def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
     _logger.warning(
         "%s %s: taking %s, the newest complete checkpoint",
         load_dir / LATEST_NAME,
-        "is missing" if named is None else f"names {named!r}, which is no complete checkpoint",
+        state,
         newest,
     )
     return newest
@@ -130,17 +129,20 @@ def _survey(load_dir: Path) -> tuple[list[Path], dict[int, Path]]:
     return partial, complete
 
 
-def _read_latest(load_dir: Path) -> str | None:
-    path = load_dir / LATEST_NAME
+def _read_latest(load_dir: Path) -> tuple[str | None, str]:
+    """Return what `latest` names, None if there is none, and its state in words."""
+    path, name = load_dir / LATEST_NAME, ""
+    if not os.path.lexists(path):
+        return None, "is missing"
     if path.is_symlink() and path.is_dir():  # a hand-made one, as other programs write it
         target = path.resolve()
-        return target.name if target.parent == load_dir.resolve() else str(target)
-    if not os.path.lexists(path):
-        return None
-    if not path.is_file():
-        return _NO_FILE
-    with path.open("rb") as file:
-        return file.read(_LATEST_BYTES).decode(errors="replace").strip()
+        name = target.name if target.parent == load_dir.resolve() else str(target)
+    elif not path.is_file():
+        return "", "is no file"
+    else:
+        with path.open("rb") as file:
+            name = file.read(_LATEST_BYTES).decode(errors="replace").strip()
+    return name, f"names {name!r}, which is no complete checkpoint"
 
 
 def advice(directory: Path) -> str:

@@ -26,6 +26,7 @@ from megafp8.checkpoint.files import (
     is_being_read,
     is_complete,
     is_temporary,
+    is_unfinished_latest,
     iteration_name,
     iteration_of,
     remove_directory,
@@ -220,7 +221,8 @@ def _tidy(final: Path, keep_last: int | None) -> None:
                 # The only copy of an iteration whose second save was killed: give it its name back.
                 iteration, replaced = replaced, None
                 path = path.rename(path.with_name(iteration_name(iteration)))
-            if is_temporary(path.name) or replaced is not None:
+            left = is_temporary(path.name) or is_unfinished_latest(path.name)
+            if left or replaced is not None:
                 doomed.append(path)
             elif iteration is not None and iteration < current and is_complete(path):
                 older.append((iteration, path))

@@ -1,5 +1,6 @@
 """The folders of a run: found usable before the first step, by rank 0, for all ranks."""
 
+import tempfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -168,6 +169,6 @@ def write_records(
 def _probe(folder: Path) -> None:
     """Make a folder and write a file into it, so that a bad one is known before training."""
     folder.mkdir(parents=True, exist_ok=True)
-    probe = folder / ".write_probe"
-    probe.write_bytes(b"")
-    probe.unlink()
+    # Without a name: another job may do the same at this moment.
+    with tempfile.TemporaryFile(dir=folder):
+        pass
