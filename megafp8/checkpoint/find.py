@@ -43,10 +43,20 @@ def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
 
     Raises:
         CheckpointError: `load_dir` is a file, names an iteration that is missing or partial, or
-            holds checkpoints of which none is complete, or something else than checkpoints that
-            it was probably given for (another program's model, a run folder).
+            holds checkpoints of which none is complete, something else than checkpoints that it
+            was probably given for (another program's model, a run folder), or cannot be read.
     """
     load_dir = Path(load_dir).absolute()
+    try:
+        return _find(load_dir, to_load)
+    except OSError as error:
+        where = error.filename or load_dir
+        raise CheckpointError(
+            f"{where!s:.300} cannot be read: {error.strerror or error}"
+        ) from error
+
+
+def _find(load_dir: Path, to_load: bool) -> Path | None:
     if load_dir.exists() and not load_dir.is_dir():
         raise CheckpointError(f"{load_dir} is a file, expected a directory")
     if iteration_of(load_dir.name) is not None or is_complete(load_dir):
@@ -151,7 +161,10 @@ def advice(directory: Path) -> str:
     parent = directory.parent
     if not parent.is_dir():
         return ""
-    _, complete = _survey(parent)
+    try:
+        _, complete = _survey(parent)
+    except OSError:  # what is wrong with the others must not hide what is wrong with this one
+        return ""
     for _, path in sorted(complete.items(), reverse=True):
         if path != directory and _sizes_fit(path):
             return f"; use --load {path} instead"
@@ -183,11 +196,10 @@ def _read_record(directory: Path) -> CheckpointRecord:
     path = Path(directory) / RECORD_NAME
     try:
         with path.open("rb") as file:
-            content = file.read(_RECORD_BYTES + 1)
-        if len(content) > _RECORD_BYTES:
-            size = path.stat().st_size
-            raise CheckpointError(f"{path} has {size} bytes, allowed up to {_RECORD_BYTES}")
-        text = content.decode()
+            size = os.fstat(file.fileno()).st_size
+            if size > _RECORD_BYTES:
+                raise CheckpointError(f"{path} has {size} bytes, allowed up to {_RECORD_BYTES}")
+            text = file.read(_RECORD_BYTES).decode()
     except FileNotFoundError as error:
         raise CheckpointError(f"{directory} is no complete checkpoint: no {RECORD_NAME}") from error
     except (OSError, UnicodeDecodeError) as error:

@@ -112,10 +112,19 @@ def write_checkpoint(
         on_first_rank(step, finish, group)
     except CheckpointError:
         # Every rank has reported by now, so none is still writing.
-        if rank == 0 and temporary.exists():
-            remove_directory(temporary)
+        if rank == 0:
+            _remove_unfinished(temporary)
         raise
     return final
+
+
+def _remove_unfinished(temporary: Path) -> None:
+    """Delete what a failed save wrote; the disk that failed it may fail this, too."""
+    try:
+        if temporary.exists():
+            remove_directory(temporary)
+    except OSError as error:
+        _logger.warning("%s is left for the next save to delete: %s", temporary, error)
 
 
 def make_temporary(root: Path, name: str) -> Path:
