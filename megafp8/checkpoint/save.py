@@ -155,6 +155,9 @@ def _write_shards(
                 no_dist=alone,
             )
     except CheckpointException as failure:
+        # DCP catches everything. Ctrl-C ends all ranks, also those that it has not reached yet.
+        if any(isinstance(error, KeyboardInterrupt) for error, _ in failure.failures.values()):
+            raise KeyboardInterrupt from failure
         raise CheckpointError(f"{step}: {describe_dcp(failure, size)}") from failure
     return lambda: dict(writer.entries)
 
