@@ -26,19 +26,19 @@ class ChecksumStream:
     """
 
     def __init__(self, file: IO[bytes]) -> None:
-        self.error: OSError | None = None
+        self.error: BaseException | None = None
         self._file = file
         self._crc32 = 0
         self._size = 0
 
     def write(self, content: Any) -> int:
         """Append bytes (anything with a buffer)."""
-        view = memoryview(content)
-        view = view if view.format == "B" and view.ndim == 1 else view.cast("B")
-        self._crc32 = crc32(view, self._crc32)
         try:
+            view = memoryview(content)
+            view = view if view.format == "B" and view.ndim == 1 else view.cast("B")
+            self._crc32 = crc32(view, self._crc32)
             self._file.write(view)
-        except OSError as error:
+        except BaseException as error:  # Ctrl-C, too: whoever calls from C++ loses it
             self.error = error
             raise
         self._size += view.nbytes
@@ -82,7 +82,7 @@ class _ChecksummedFiles(FileSystem):
             try:
                 yield stream
             except RuntimeError as error:
-                # torch's zip writer tells of a position in the file; the file told of a full disk.
+                # torch's zip writer tells of a position in the file; this one of a full disk or Ctrl-C.
                 if stream.error is None:
                     raise
                 raise stream.error from error
