@@ -82,7 +82,7 @@ class _ChecksummedFiles(FileSystem):
             try:
                 yield stream
             except RuntimeError as error:
-                # torch's zip writer tells of a position in the file; this one of a full disk or Ctrl-C.
+                # torch's zip writer tells of a position; this one of a full disk or Ctrl-C.
                 if stream.error is None:
                     raise
                 raise stream.error from error
