@@ -11,6 +11,8 @@ set -euo pipefail
 
 if [[ -n "${MEGAFP8_PYTHON:-}" ]]; then
     REPOSITORY="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+    source "${REPOSITORY}/scripts/checks.sh"
+    need_torch MEGAFP8_PYTHON
     VENV_PYTHON="${MEGAFP8_PYTHON}"
     export PYTHONPATH="${REPOSITORY}${PYTHONPATH:+:${PYTHONPATH}}"
 else

@@ -9,13 +9,16 @@
 # Overrides: GPUS_PER_NODE (8), RUN_DIR (runs/llama3_8b), CONFIG, PYTHON.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/checks.sh
 
-: "${DATA_PATH:?set it to the prefix of a .bin/.idx pair, made by tools/preprocess_data.py}"
-: "${TOKENIZER_MODEL:?set it to the tokenizer that the data was made with}"
+need_variable DATA_PATH "the prefix of a .bin/.idx pair, made by tools/preprocess_data.py"
+need_variable TOKENIZER_MODEL "the tokenizer that the data was made with"
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
+need_positive GPUS_PER_NODE
 RUN_DIR="${RUN_DIR:-runs/llama3_8b}"
 CONFIG="${CONFIG:-scripts/configs/llama3_8b.yaml}"
 PYTHON="${PYTHON:-.venv/bin/python}"
+need_torch PYTHON
 
 # Fragmentation of the default allocator costs several GiB at this size.
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"

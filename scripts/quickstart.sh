@@ -8,20 +8,18 @@
 # Environment: RUN_DIR (default runs/quickstart), TRAIN_ITERS (default 300).
 set -euo pipefail
 
+source "$(dirname "${BASH_SOURCE[0]}")/checks.sh"
+TRAIN_ITERS="${TRAIN_ITERS:-300}"
+need_positive TRAIN_ITERS
 AGAIN="bash scripts/quickstart.sh"
 if [[ -n "${RUN_DIR:-}" ]]; then
     AGAIN="RUN_DIR=${RUN_DIR} ${AGAIN}"
-    mkdir -p "${RUN_DIR}"
+    reason="$(mkdir -p "${RUN_DIR}" 2>&1)" || fail "RUN_DIR: ${reason}"
     RUN_DIR="$(cd "${RUN_DIR}" && pwd)"
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "${REPOSITORY}"
 RUN_DIR="${RUN_DIR:-${REPOSITORY}/runs/quickstart}"
-TRAIN_ITERS="${TRAIN_ITERS:-300}"
-if ! [[ "${TRAIN_ITERS}" =~ ^[1-9][0-9]*$ ]]; then
-    echo "quickstart: TRAIN_ITERS: found '${TRAIN_ITERS}', allowed a positive integer" >&2
-    exit 2
-fi
 DATA="${RUN_DIR}/data"
 CORPUS="${DATA}/stdlib_text_document"
 mkdir -p "${DATA}"
@@ -31,7 +29,9 @@ completed_iterations() {
     [[ -f "${latest}" ]] || { echo 0; return; }
     local name
     name="$(tr -d '[:space:]' <"${latest}")"
-    echo $((10#${name#iter_}))
+    # What is damaged there is the run's to say, which then takes the newest complete checkpoint.
+    [[ "${name}" =~ ^iter_([0-9]{7,18})$ ]] || { echo 0; return; }
+    echo $((10#${BASH_REMATCH[1]}))
 }
 
 prepare_corpus() {

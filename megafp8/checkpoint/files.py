@@ -20,9 +20,12 @@ RECORD_NAME = "megafp8.json"
 METADATA_NAME = ".metadata"
 LATEST_NAME = "latest"
 
-_ITERATION = re.compile(r"iter_(\d{7,})")
-_TEMPORARY = re.compile(r"tmp_iter_\d{7,}\.[0-9a-f]{8}")
-_REPLACED = re.compile(r"old_iter_(\d{7,})\.[0-9a-f]{8}")
+# Exactly what `iteration_name` gives: a second spelling of a number would name the same iteration.
+_NUMBER = r"([0-9]{7}|[1-9][0-9]{7,18})"
+_ITERATION = re.compile(f"iter_{_NUMBER}")
+_TEMPORARY = re.compile(f"tmp_iter_{_NUMBER}\\.[0-9a-f]{{8}}")
+_UNFINISHED_LATEST = re.compile(f"{LATEST_NAME}\\.[0-9a-f]{{8}}\\.tmp")
+_REPLACED = re.compile(f"old_iter_{_NUMBER}\\.[0-9a-f]{{8}}")
 
 CHUNK_BYTES = 2**20  # small enough to be summed from the processor's cache
 
@@ -42,6 +45,11 @@ def iteration_of(name: str) -> int | None:
 def is_temporary(name: str) -> bool:
     """Tell whether a name is that of a directory which a save has not finished."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_unfinished_latest(name: str) -> bool:
+    """Tell whether a name is that which `latest` has while `write_atomically` writes it."""
+    return _UNFINISHED_LATEST.fullmatch(name) is not None
 
 
 def replaced_iteration(name: str) -> int | None:
@@ -140,9 +148,14 @@ def write_atomically(path: Path, text: str) -> None:
 def remove_directory(directory: Path) -> None:
     """Delete a checkpoint directory without ever showing half of it under its own name.
 
+    Of a link to a directory, and of a file that bears such a name, only itself is deleted.
+
     Deletion takes seconds for large shards. A kill in the middle would leave `iter_*` with a
     record and without its shards, which looks complete; the rename makes it a temporary first.
     """
+    if directory.is_symlink() or not directory.is_dir():
+        directory.unlink()
+        return
     if is_temporary(directory.name):
         shutil.rmtree(directory)
         return

@@ -1,5 +1,7 @@
 """Finding a checkpoint in a folder, and whether its files are those that its record names."""
 
+import os
+import stat
 from pathlib import Path
 
 from megafp8.checkpoint.files import (
@@ -13,13 +15,16 @@ from megafp8.checkpoint.files import (
     iteration_of,
     replaced_iteration,
 )
+from megafp8.checkpoint.kinds import folders_that_do, other_program
 from megafp8.checkpoint.record import CheckpointRecord
 from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
 
 _logger = get_logger(__name__)
 
-_CONVERT = "convert it: tools/convert_checkpoint.py --to megafp8 --save NEW_FOLDER"
+_LATEST_BYTES = 200  # a name is shorter
+# What is larger than a million tensors make it is no record, and reading it would fill the memory.
+_RECORD_BYTES = 2**28
 
 
 def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
@@ -38,10 +43,20 @@ def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
 
     Raises:
         CheckpointError: `load_dir` is a file, names an iteration that is missing or partial, or
-            holds checkpoints of which none is complete, or something else than checkpoints that
-            it was probably given for (another program's model, a run folder).
+            holds checkpoints of which none is complete, something else than checkpoints that it
+            was probably given for (another program's model, a run folder), or cannot be read.
     """
     load_dir = Path(load_dir).absolute()
+    try:
+        return _find(load_dir, to_load)
+    except OSError as error:
+        where = error.filename or load_dir
+        raise CheckpointError(
+            f"{where!s:.300} cannot be read: {error.strerror or error}"
+        ) from error
+
+
+def _find(load_dir: Path, to_load: bool) -> Path | None:
     if load_dir.exists() and not load_dir.is_dir():
         raise CheckpointError(f"{load_dir} is a file, expected a directory")
     if iteration_of(load_dir.name) is not None or is_complete(load_dir):
@@ -54,10 +69,10 @@ def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
         partial, complete = _survey(load_dir)
     for path in partial:
         _logger.warning("checkpoint %s is partial (no %s): skipped", path, RECORD_NAME)
-    named = _read_latest(load_dir)
+    named, state = _read_latest(load_dir)
     if not complete:
         if named is not None or any(iteration_of(path.name) is not None for path in partial):
-            found = ", ".join(path.name for path in partial) or f"{LATEST_NAME} naming {named!r}"
+            found = ", ".join(path.name for path in partial) or f"{LATEST_NAME}, which {state}"
             do = "give another --load, or an empty directory to start fresh"
             if not to_load:
                 do = "give another --save, or remove what is partial there"
@@ -72,7 +87,7 @@ def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
     _logger.warning(
         "%s %s: taking %s, the newest complete checkpoint",
         load_dir / LATEST_NAME,
-        "is missing" if named is None else f"names {named!r}, which is no complete checkpoint",
+        state,
         newest,
     )
     return newest
@@ -82,20 +97,16 @@ def _refuse_what_is_meant_otherwise(folder: Path) -> None:
     """Starting fresh would be wrong where a folder holds a model that is not found by our names."""
     within = folder / "checkpoints"
     shards = next(folder.glob("*.distcp"), None) or folder / METADATA_NAME
-    if (folder / "latest_checkpointed_iteration.txt").exists():
-        what, do = "a checkpoint of Megatron", f"{_CONVERT} --from megatron --load {folder}"
-    elif (folder / "config.json").exists() or next(folder.glob("*.safetensors"), None):
-        what, do = "a model of Hugging Face", f"{_CONVERT} --from hf --load {folder}"
+    other = other_program(folder)
+    if other:
+        reason = other
     elif shards.exists():
-        what, do = (
-            f"{shards.name} and no {RECORD_NAME}",
-            "copy it again, whole",
-        )
+        reason = f", found {shards.name} and no {RECORD_NAME}; copy it again, whole"
     elif within.is_dir() and _survey(within)[1]:
-        what, do = "no checkpoint, its folder checkpoints does", f"give {within}"
+        reason = f"; {folders_that_do([within])}"
     else:
         return
-    raise CheckpointError(f"{folder} holds {what}; {do}")
+    raise CheckpointError(f"{folder} holds no checkpoint{reason}")
 
 
 def _exactly(directory: Path) -> Path:
@@ -128,14 +139,20 @@ def _survey(load_dir: Path) -> tuple[list[Path], dict[int, Path]]:
     return partial, complete
 
 
-def _read_latest(load_dir: Path) -> str | None:
-    path = load_dir / LATEST_NAME
+def _read_latest(load_dir: Path) -> tuple[str | None, str]:
+    """Return what `latest` names, None if there is none, and its state in words."""
+    path, name = load_dir / LATEST_NAME, ""
+    if not os.path.lexists(path):
+        return None, "is missing"
     if path.is_symlink() and path.is_dir():  # a hand-made one, as other programs write it
         target = path.resolve()
-        return target.name if target.parent == load_dir.resolve() else str(target)
-    if not path.is_file():
-        return None
-    return path.read_text(encoding="utf-8", errors="replace").strip()[:200]
+        name = target.name if target.parent == load_dir.resolve() else str(target)
+    elif not path.is_file():
+        return "", "is no file"
+    else:
+        with path.open("rb") as file:
+            name = file.read(_LATEST_BYTES).decode(errors="replace").strip()
+    return name, f"names {name!r}, which is no complete checkpoint"
 
 
 def advice(directory: Path) -> str:
@@ -144,7 +161,10 @@ def advice(directory: Path) -> str:
     parent = directory.parent
     if not parent.is_dir():
         return ""
-    _, complete = _survey(parent)
+    try:
+        _, complete = _survey(parent)
+    except OSError:  # what is wrong with the others must not hide what is wrong with this one
+        return ""
     for _, path in sorted(complete.items(), reverse=True):
         if path != directory and _sizes_fit(path):
             return f"; use --load {path} instead"
@@ -175,7 +195,11 @@ def read_record(directory: Path) -> CheckpointRecord:
 def _read_record(directory: Path) -> CheckpointRecord:
     path = Path(directory) / RECORD_NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > _RECORD_BYTES:
+                raise CheckpointError(f"{path} has {size} bytes, allowed up to {_RECORD_BYTES}")
+            text = file.read(_RECORD_BYTES).decode()
     except FileNotFoundError as error:
         raise CheckpointError(f"{directory} is no complete checkpoint: no {RECORD_NAME}") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -186,6 +210,21 @@ def _read_record(directory: Path) -> CheckpointRecord:
 def foreign_files(directory: Path, record: CheckpointRecord) -> list[str]:
     """Return the names of shards in a checkpoint's folder that its record does not name."""
     return sorted({path.name for path in Path(directory).glob("*.distcp")} - set(record.files))
+
+
+def size_problem(path: Path, expected: int) -> str | None:
+    """Return what is wrong with a file as its name and size tell; None if nothing is."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return f"is missing, expected {expected} bytes"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    if not stat.S_ISREG(status.st_mode):
+        return f"is no file, expected one of {expected} bytes"
+    if status.st_size != expected:
+        return f"has {status.st_size} bytes, expected {expected}"
+    return None
 
 
 def verify_files(
@@ -209,12 +248,9 @@ def verify_files(
     """
     for name, entry in record.files.items():
         path = Path(directory) / name
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{path} is missing, expected {entry.size} bytes") from error
-        if size != entry.size:
-            raise CheckpointError(f"{path} has {size} bytes, expected {entry.size}")
+        problem = size_problem(path, entry.size)
+        if problem is not None:
+            raise CheckpointError(f"{path} {problem}")
     foreign = foreign_files(directory, record)
     if foreign:
         raise CheckpointError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.files import crc32_of, reading
-from megafp8.checkpoint.find import find_checkpoint, foreign_files, read_record
+from megafp8.checkpoint.find import find_checkpoint, foreign_files, read_record, size_problem
 from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, SHARED_PREFIX
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
@@ -141,7 +141,9 @@ def _inspect(directory: Path) -> Inspection:
         files = list(pool.map(lambda item: _file_state(directory, *item), record.files.items()))
     files += [
         FileState(
-            name, FileEntry((directory / name).stat().st_size, "?"), "is no file of this checkpoint"
+            name,
+            FileEntry((directory / name).lstat().st_size, "?"),
+            "is no file of this checkpoint",
         )
         for name in foreign_files(directory, record)
     ]
@@ -163,15 +165,11 @@ def _flaws(reader: TensorReader) -> Iterator[str]:
 
 
 def _file_state(directory: Path, name: str, entry: FileEntry) -> FileState:
-    path, problem = directory / name, None
+    path = directory / name
+    problem = size_problem(path, entry.size)
     try:
-        size = path.stat().st_size
-        if size != entry.size:
-            problem = f"has {size} bytes, expected {entry.size}"
-        elif (found := crc32_of(path)) != entry.crc32:
+        if problem is None and (found := crc32_of(path)) != entry.crc32:
             problem = f"is damaged: crc32 {found}, expected {entry.crc32}"
-    except FileNotFoundError:
-        problem = f"is missing, expected {entry.size} bytes"
     except OSError as error:
         problem = f"cannot be read: {error.strerror or error}"
     return FileState(name, entry, problem)

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Generator
@@ -144,13 +145,7 @@ class FolderLock:
         Raises:
             OSError: it cannot be read, perhaps only now (a stale handle on NFS, too many files).
         """
-        try:
-            owner = json.loads(self.path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            return {}
-        return owner if isinstance(owner, dict) else {}
+        return _owner_in(self.path)
 
     def _read_patiently(self) -> dict[str, Any] | None:
         """As `_read`; what cannot be read for long is no sign that its owner is gone."""
@@ -168,7 +163,8 @@ class FolderLock:
 
     def _owner_lives(self, owner: dict[str, Any]) -> bool:
         if owner.get("host") == _host() and isinstance(owner.get("pid"), int):
-            return _start_time(owner["pid"]) == owner.get("started")
+            started = _start_time(owner["pid"])
+            return started is not None and started == owner.get("started")
         _logger.info(
             "%s is held by process %s on %s: waiting up to %g s for a sign of life",
             self.path,
@@ -211,11 +207,7 @@ class FolderLock:
             os.rename(self.path, aside)
         except FileNotFoundError:
             return
-        try:
-            taken = json.loads(aside.read_text(encoding="utf-8"))
-        except ValueError:
-            taken = {}
-        if taken != owner:
+        if _owner_in(aside) != owner:
             # It was the quicker job's new lock. Give it back; it is never missing for its owner.
             try:
                 os.link(aside, self.path)
@@ -259,6 +251,24 @@ class FolderLock:
                 draft.unlink(missing_ok=True)
             return str(error)
         return ""
+
+
+def _owner_in(path: Path) -> dict[str, Any] | None:
+    """Return whom a lock file names: None without a file, {} where it is damaged.
+
+    Raises:
+        OSError: it cannot be read, or something that is no file bears the name.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its other end
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        owner = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        # A link to nowhere keeps a lock from being made as a file does.
+        return {} if path.is_symlink() else None
+    except (ValueError, RecursionError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
 
 
 @contextmanager

@@ -104,6 +104,12 @@ class CheckpointRecord:
             content = json.loads(text, parse_constant=_no_number, object_pairs_hook=_no_repeats)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+        try:
+            json.dumps(content, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:  # half a pair: no terminal and no file takes it
+            raise CheckpointError(
+                f"{path} holds {error.object[error.start]!a}, which is no character"
+            ) from error
         if not isinstance(content, dict):
             raise CheckpointError(f"{path} holds {_kind(content)}, expected an object")
         _check_version(content, path)
@@ -232,16 +238,18 @@ def _check_values(content: dict[str, Any], path: Path) -> None:
 
 def _tensor_entry(name: str, entry: Any, path: Path) -> TensorEntry:
     if (
-        isinstance(entry, dict)
+        name.isprintable()
+        and isinstance(entry, dict)
         and entry.keys() == {"shape", "dtype"}
         and isinstance(entry["dtype"], str)
+        and entry["dtype"].isidentifier()
         and isinstance(entry["shape"], list)
         and all(_is_whole(length) for length in entry["shape"])
         and math.prod(entry["shape"]) <= _LARGEST
     ):
         return TensorEntry(shape=tuple(entry["shape"]), dtype=entry["dtype"])
     raise CheckpointError(
-        f"{path}: tensors['{name}'] is {entry!r:.100}, expected a shape and a dtype"
+        f"{path}: tensors[{name!r:.100}] is {entry!r:.100}, expected a shape and a dtype"
     )
 
 

@@ -26,6 +26,7 @@ from megafp8.checkpoint.files import (
     is_being_read,
     is_complete,
     is_temporary,
+    is_unfinished_latest,
     iteration_name,
     iteration_of,
     remove_directory,
@@ -111,10 +112,19 @@ def write_checkpoint(
         on_first_rank(step, finish, group)
     except CheckpointError:
         # Every rank has reported by now, so none is still writing.
-        if rank == 0 and temporary.exists():
-            remove_directory(temporary)
+        if rank == 0:
+            _remove_unfinished(temporary)
         raise
     return final
+
+
+def _remove_unfinished(temporary: Path) -> None:
+    """Delete what a failed save wrote; the disk that failed it may fail this, too."""
+    try:
+        if temporary.exists():
+            remove_directory(temporary)
+    except OSError as error:
+        _logger.warning("%s is left for the next save to delete: %s", temporary, error)
 
 
 def make_temporary(root: Path, name: str) -> Path:
@@ -145,6 +155,9 @@ def _write_shards(
                 no_dist=alone,
             )
     except CheckpointException as failure:
+        # DCP catches everything. Ctrl-C ends all ranks, also those that it has not reached yet.
+        if any(isinstance(error, KeyboardInterrupt) for error, _ in failure.failures.values()):
+            raise KeyboardInterrupt from failure
         raise CheckpointError(f"{step}: {describe_dcp(failure, size)}") from failure
     return lambda: dict(writer.entries)
 
@@ -165,6 +178,7 @@ def commit(temporary: Path, final: Path, record: CheckpointRecord) -> None:
                 " --save must lie on a file system that all ranks share"
             )
     assert METADATA_NAME in record.files, sorted(record.files)
+    check_latest(final.parent)
     sync_directory(temporary)
     write_atomically(temporary / RECORD_NAME, record.to_json())
     _replace(temporary, final)
@@ -172,9 +186,20 @@ def commit(temporary: Path, final: Path, record: CheckpointRecord) -> None:
     write_atomically(final.parent / LATEST_NAME, final.name + "\n")
 
 
+def check_latest(root: Path) -> None:
+    """Find `latest` replaceable, before a checkpoint has its name and nothing may fail any more.
+
+    Raises:
+        CheckpointError: it is a directory.
+    """
+    path = root / LATEST_NAME
+    if path.is_dir() and not path.is_symlink():
+        raise CheckpointError(f"{path} is a directory, expected a file; remove or rename it")
+
+
 def _replace(temporary: Path, final: Path) -> None:
     """Give a finished directory its final name; what bears that name is set aside for `_tidy`."""
-    if not final.exists():
+    if not os.path.lexists(final):
         os.rename(temporary, final)
         return
     # A directory cannot be renamed over a filled one. A kill between the two renames leaves only
@@ -200,11 +225,16 @@ def _tidy(final: Path, keep_last: int | None) -> None:
     try:
         for path in sorted(final.parent.iterdir()):
             iteration, replaced = iteration_of(path.name), replaced_iteration(path.name)
-            if replaced is not None and not path.with_name(iteration_name(replaced)).exists():
+            if (
+                replaced is not None
+                and is_complete(path)
+                and not os.path.lexists(path.with_name(iteration_name(replaced)))
+            ):
                 # The only copy of an iteration whose second save was killed: give it its name back.
                 iteration, replaced = replaced, None
                 path = path.rename(path.with_name(iteration_name(iteration)))
-            if is_temporary(path.name) or replaced is not None:
+            left = is_temporary(path.name) or is_unfinished_latest(path.name)
+            if left or replaced is not None:
                 doomed.append(path)
             elif iteration is not None and iteration < current and is_complete(path):
                 older.append((iteration, path))
@@ -215,7 +245,10 @@ def _tidy(final: Path, keep_last: int | None) -> None:
                     _logger.info("%s is being loaded by another process: kept for now", path)
                 else:
                     doomed.append(path)
-        for path in doomed:
-            remove_directory(path)
     except OSError as error:
-        _logger.warning("old checkpoints in %s could not be deleted: %s", final.parent, error)
+        _logger.warning("old checkpoints in %s could not be listed: %s", final.parent, error)
+    for path in doomed:
+        try:
+            remove_directory(path)
+        except OSError as error:  # the others still have to go: the disk would fill
+            _logger.warning("%s could not be deleted: %s", path, error)

@@ -20,19 +20,27 @@ class ChecksumStream:
     """A file that is written from start to end; CRC-32 and size of what went through.
 
     Reading a file again only to sum it would cost as much as writing it into the page cache.
+
+    Attributes:
+        error: Why a write failed; None if none did.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
+        self.error: BaseException | None = None
         self._file = file
         self._crc32 = 0
         self._size = 0
 
     def write(self, content: Any) -> int:
         """Append bytes (anything with a buffer)."""
-        view = memoryview(content)
-        view = view if view.format == "B" and view.ndim == 1 else view.cast("B")
-        self._crc32 = crc32(view, self._crc32)
-        self._file.write(view)
+        try:
+            view = memoryview(content)
+            view = view if view.format == "B" and view.ndim == 1 else view.cast("B")
+            self._crc32 = crc32(view, self._crc32)
+            self._file.write(view)
+        except BaseException as error:  # Ctrl-C, too: whoever calls from C++ loses it
+            self.error = error
+            raise
         self._size += view.nbytes
         return view.nbytes
 
@@ -71,7 +79,13 @@ class _ChecksummedFiles(FileSystem):
         assert mode == "wb", mode
         with Path(path).open("wb") as file:
             stream = ChecksumStream(file)
-            yield stream
+            try:
+                yield stream
+            except RuntimeError as error:
+                # torch's zip writer tells of a position; this one of a full disk or Ctrl-C.
+                if stream.error is None:
+                    raise
+                raise stream.error from error
         self.entries[Path(path).name] = stream.entry()
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:

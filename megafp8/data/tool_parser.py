@@ -2,15 +2,22 @@
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from megafp8.config.names import suggestion
 from megafp8.data.sources import DEFAULT_GLOBS
 from megafp8.errors import MegaFP8Error
 from megafp8.log import configure
+
+# What schedulers, `kill` and a closed terminal send.
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class _Help(argparse.HelpFormatter):
@@ -132,12 +139,62 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+class _Ended(BaseException):
+    """A signal that asked the tool to end, raised where it found it so that all is cleared up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def _ended_by_signals() -> Generator[None, None, None]:
+    """Raise `_Ended` at the first of the signals that ask a process to end; ignore those after it.
+
+    Without it SIGTERM would leave what is half written until the tool runs again. `timeout` and
+    others send it twice, and the second one must not disturb what clears up after the first.
+    """
+    asked = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if not asked:
+            asked = True
+            raise _Ended(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    for number, handler in former.items():
+        if handler is not signal.SIG_IGN:  # `nohup`
+            signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 def run_tool(work: Callable[[], list[str]]) -> int:
     """Run a tool's work, print its report lines, and return the exit code.
+
+    Exit codes: 0 done, 2 a mistake that one line explains, 130 ended by Ctrl-C, 143 by SIGTERM
+    and 129 by SIGHUP.
 
     Args:
         work: Does everything and returns the lines to print.
     """
+    try:
+        with _ended_by_signals():
+            return _run(work)
+    except _Ended as ended:
+        name = signal.Signals(ended.number).name
+        print(f"error: ended by {name}; nothing was written", file=sys.stderr)
+        return 128 + ended.number
+
+
+def _run(work: Callable[[], list[str]]) -> int:
     configure(0)
     try:
         # Names of files that are no UTF-8 must not stop a report.

@@ -1,5 +1,6 @@
 """The folders of a run: found usable before the first step, by rank 0, for all ranks."""
 
+import tempfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -11,6 +12,7 @@ import yaml
 
 from megafp8.checkpoint import FolderLock, find_checkpoint
 from megafp8.checkpoint.agree import on_first_rank
+from megafp8.checkpoint.save import check_latest
 from megafp8.config import RunConfig
 from megafp8.config.hardware import PrecisionChoice
 from megafp8.errors import CheckpointError
@@ -118,6 +120,7 @@ def open_save_dir(config: RunConfig, run_dir: Path, fresh: bool) -> Path:
 
     def make() -> Path:
         _probe(folder)
+        check_latest(folder)
         other = find_checkpoint(folder, to_load=False) if fresh else None
         if other is not None:
             raise CheckpointError(
@@ -166,6 +169,6 @@ def write_records(
 def _probe(folder: Path) -> None:
     """Make a folder and write a file into it, so that a bad one is known before training."""
     folder.mkdir(parents=True, exist_ok=True)
-    probe = folder / ".write_probe"
-    probe.write_bytes(b"")
-    probe.unlink()
+    # Without a name: another job may do the same at this moment.
+    with tempfile.TemporaryFile(dir=folder):
+        pass

@@ -204,9 +204,9 @@ def test_a_folder_of_another_program_is_named(tmp_path: Path) -> None:
     ours = tmp_path / "runs" / "a" / "checkpoints"
     run_convert("hf", "megafp8", hf, ours)
     for source, folder, words in (
-        ("megafp8", hf, "holds a model of Hugging Face; convert it: tools/.* --from hf --load"),
-        ("megatron", hf, "it is a Hugging Face model"),
-        ("hf", ours, "it is a checkpoint of megafp8, which tools/.* --from megafp8 takes"),
+        ("megafp8", hf, "it is a model of Hugging Face; convert it: tools/.* --from hf --load"),
+        ("megatron", hf, "it is a model of Hugging Face"),
+        ("hf", ours, "it is a checkpoint of megafp8; convert it: tools/.* --from megafp8 --load"),
         ("hf", ours / "iter_0000000", "it is a checkpoint of megafp8"),
         ("megatron", ours, "it is a checkpoint of megafp8"),
         ("megafp8", tmp_path / "runs", f"folders in it do, give one of them: {ours}"),

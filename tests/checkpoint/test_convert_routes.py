@@ -11,7 +11,7 @@ from torch import Tensor
 from megafp8.checkpoint.convert.hf_names import routes
 from megafp8.checkpoint.convert.routes import join_qkv, split_qkv
 from megafp8.checkpoint.convert.safetensors_files import Described, SafetensorsWriter
-from megafp8.checkpoint.convert.view import flat, raw_bytes
+from megafp8.checkpoint.tensor_file import bytes_view
 from megafp8.config import ModelShape
 from tests.model.small import VOCAB, small_config
 
@@ -67,7 +67,7 @@ def test_bytes_of_a_single_element_with_any_stride(tmp_path: Path) -> None:
     alone = torch.arange(7.0)[1::5][:1]
     assert (strided.stride(), alone.stride()) == ((1, 4), (5,))
     for tensor in (strided, alone):
-        assert raw_bytes(flat(tensor)).tobytes() == tensor.clone().numpy().tobytes()
+        assert bytes_view(tensor).numpy().tobytes() == tensor.clone().numpy().tobytes()
     entries = {
         "strided": Described((1, 1), torch.float32),
         "alone": Described((1,), torch.float32),

@@ -1,13 +1,16 @@
 """What `--load` means, over folders in every state that a kill can leave behind."""
 
+import errno
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from megafp8.checkpoint import find_checkpoint, read_record, save_checkpoint
+from megafp8.checkpoint import find_checkpoint, read_record, save_checkpoint, verify_files
+from megafp8.checkpoint.kinds import found_instead
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import record
 
@@ -72,7 +75,7 @@ def test_checkpoints_of_which_none_is_usable_are_an_error(tmp_path: Path) -> Non
         find_checkpoint(tmp_path)
     (tmp_path / "iter_0000005").rmdir()
     (tmp_path / "latest").write_text("iter_0000005\n")
-    with pytest.raises(CheckpointError, match="no usable checkpoint, found latest naming"):
+    with pytest.raises(CheckpointError, match="no usable checkpoint, found latest, which names"):
         find_checkpoint(tmp_path)
 
 
@@ -104,14 +107,20 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("config.json", "holds a model of Hugging Face; convert it: .* --from hf --load"),
-        ("model-00001-of-00002.safetensors", "holds a model of Hugging Face"),
-        ("latest_checkpointed_iteration.txt", "a checkpoint of Megatron; .* --from megatron"),
-        (".metadata", r"holds \.metadata and no megafp8.json; copy it again, whole"),
-        ("__0_0.distcp", "holds __0_0.distcp and no megafp8.json"),
+        (
+            "config.json",
+            "no checkpoint: it is a model of Hugging Face; convert it: .* --from hf --load",
+        ),
+        ("model-00001-of-00002.safetensors", "it is a model of Hugging Face; convert it"),
+        (
+            "latest_checkpointed_iteration.txt",
+            "it is a checkpoint of Megatron; convert it: .* --from megatron",
+        ),
+        (".metadata", r"found \.metadata and no megafp8.json; copy it again, whole"),
+        ("__0_0.distcp", "found __0_0.distcp and no megafp8.json"),
         (
             "checkpoints/iter_0000005/megafp8.json",
-            "holds no checkpoint, its folder checkpoints does; give [^ ]*/checkpoints$",
+            "holds no checkpoint; folders in it do, give one of them: [^ ]*/checkpoints$",
         ),
     ],
 )
@@ -195,3 +204,94 @@ def test_a_damaged_record_names_the_checkpoint_to_use(tmp_path: Path, text: str)
         CheckpointError, match="not valid JSON.* use --load .*/iter_0000005 instead"
     ):
         read_record(tmp_path / "iter_0000010")
+
+
+def test_a_huge_record_is_not_read(tmp_path: Path) -> None:
+    """Nor does one beside the checkpoint that is wanted fill the memory."""
+    save(tmp_path, 5, 10, 15)
+    for name in ("iter_0000010", "iter_0000015"):
+        os.truncate(tmp_path / name / "megafp8.json", 2**40)
+    with pytest.raises(CheckpointError, match="has 1099511627776 bytes, .* use .*iter_0000005"):
+        read_record(tmp_path / "iter_0000015")
+    (tmp_path / "latest").write_bytes(b"")
+    os.truncate(tmp_path / "latest", 2**40)
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000015"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["iter_00000010", "iter_" + "9" * 200, "iter_\u0660\u0660\u0660\u0660\u0660\u0661\u0660"],
+)
+def test_another_spelling_names_no_iteration(tmp_path: Path, name: str) -> None:
+    save(tmp_path, 10)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "megafp8.json").write_text("{}")
+    (tmp_path / "latest").unlink()
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000010"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+def test_latest_that_is_no_file_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    save(tmp_path, 5)
+    latest = tmp_path / "latest"
+    latest.unlink()
+    make = {
+        "pipe": lambda: os.mkfifo(latest),
+        "folder": latest.mkdir,
+        "link": lambda: latest.symlink_to("nowhere"),
+    }
+    make[kind]()
+    with caplog.at_level(logging.WARNING, logger="megafp8"):
+        assert find_checkpoint(tmp_path) == tmp_path / "iter_0000005"
+    assert "latest is no file: taking" in caplog.text
+
+
+def test_a_folder_that_cannot_be_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 5)
+
+    def denied(folder: Path) -> Iterator[Path]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(CheckpointError) as raised:
+        find_checkpoint(tmp_path)
+    assert str(raised.value) == f"{tmp_path} cannot be read: Permission denied"
+    # What is wrong with one is not hidden by the others'.
+    with pytest.raises(CheckpointError, match="iter_0000007 does not exist$"):
+        find_checkpoint(tmp_path / "iter_0000007")
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_shard_that_is_no_file(tmp_path: Path, kind: str) -> None:
+    save(tmp_path, 5)
+    shard = tmp_path / "iter_0000005" / "__0_0.distcp"
+    size = shard.stat().st_size
+    shard.unlink()
+    if kind == "folder":
+        shard.mkdir()
+    else:
+        os.mkfifo(shard)
+    with pytest.raises(CheckpointError, match=f"is no file, expected one of {size} bytes"):
+        verify_files(shard.parent, read_record(shard.parent))
+
+
+@pytest.mark.parametrize("wanted", ["megafp8", "hf", "megatron"])
+def test_other_programs_are_named_in_the_same_words(tmp_path: Path, wanted: str) -> None:
+    names = {"hf": "config.json", "megatron": "latest_checkpointed_iteration.txt"}
+    words = {"hf": "a model of Hugging Face", "megatron": "a checkpoint of Megatron"}
+    for kind, name in names.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / name).write_text("{}")
+        if kind != wanted:
+            tool = f"tools/convert_checkpoint.py --from {kind} --load {folder} --to {wanted}"
+            expected = f": it is {words[kind]}; convert it: {tool} --save NEW_FOLDER"
+            assert found_instead(folder, wanted) == expected
+            if wanted == "megafp8":
+                with pytest.raises(CheckpointError) as raised:
+                    find_checkpoint(folder)
+                assert str(raised.value) == f"{folder} holds no checkpoint{expected}"

@@ -275,3 +275,41 @@ def test_a_lock_that_cannot_be_read_is_not_taken(
     lock = quick(tmp_path)
     lock.acquire()  # it could be read again, and its owner is dead
     lock.release()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "loop"])
+def test_what_is_no_file_is_not_taken(tmp_path: Path, kind: str) -> None:
+    """Opening a pipe would wait for ever."""
+    path = tmp_path / ".lock"
+    make = {
+        "pipe": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+        "loop": lambda: path.symlink_to(path),
+    }
+    make[kind]()
+    with pytest.raises(CheckpointError, match=r"\.lock cannot be read.*give another --save"):
+        FolderLock(tmp_path, beat=0.05, stale=0.2).acquire()
+    assert [entry.name for entry in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("kind", ["link to nowhere", "deep"])
+def test_other_damage_is_taken_over(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / ".lock"
+    if kind == "deep":
+        path.write_text("[" * 200_000)
+    else:
+        path.symlink_to("nowhere")
+    lock = FolderLock(tmp_path, beat=0.05, stale=0.2)
+    lock.acquire()
+    assert not path.is_symlink() and json.loads(path.read_text())["pid"] == os.getpid()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("more", [{}, {"started": None}])
+def test_a_dead_owner_without_a_start_time_is_dead(tmp_path: Path, more: dict[str, None]) -> None:
+    owner = {"host": _host(), "pid": 2**22 + 1, **more}  # beyond Linux's largest
+    (tmp_path / ".lock").write_text(json.dumps(owner))
+    lock = FolderLock(tmp_path, beat=1.0, stale=60.0)
+    lock.acquire()
+    lock.release()

@@ -21,6 +21,7 @@ from megafp8.checkpoint import find_checkpoint, load_tensors, read_record, save_
 from megafp8.checkpoint.writing import ChecksumStream, ShardWriter
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import record
+from tests.support.disks import small_disk
 from tests.support.ranks import Ranks
 
 
@@ -184,11 +185,8 @@ def test_a_kill_while_deleting_leaves_nothing_that_looks_complete(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", delete_one_file)
         save_checkpoint(tmp_path, 3, model(3), record(3), keep_last=1)
-    assert [name for name in names(tmp_path) if name.startswith("iter_")] == [
-        "iter_0000001",
-        "iter_0000003",
-    ]
-    assert value_in(tmp_path / "iter_0000001") == 1.0
+    assert [name for name in names(tmp_path) if name.startswith("iter_")] == ["iter_0000003"]
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000003"
 
 
 def save_for_ever(root: str) -> None:
@@ -289,3 +287,79 @@ def test_nothing_to_save_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="meta device"):
         save_checkpoint(tmp_path, 1, {"a": torch.empty(2, device="meta")}, record(1))
     assert find_checkpoint(tmp_path) is None
+
+
+# ------------------------------------------------------------------- what others put in the folder
+
+
+@pytest.mark.parametrize("name", ["tmp_iter_0000003.0123abcd", "old_iter_0000003.0123abcd"])
+@pytest.mark.parametrize("kind", ["file", "link", "pipe"])
+def test_leftovers_that_are_no_folders_do_not_keep_the_others(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    save_checkpoint(other, 1, model(1.0), record(1))
+    save_checkpoint(root, 1, model(1.0), record(1))
+    path = root / name
+    make: dict[str, Callable[[], Any]] = {
+        "file": path.touch,
+        "link": lambda: path.symlink_to(other / "iter_0000001"),
+        "pipe": lambda: os.mkfifo(path),
+    }
+    make[kind]()
+    (root / "latest.0123abcd.tmp").touch()
+    if name.startswith("old") and kind == "link":
+        save_checkpoint(root, 3, model(3.0), record(3))
+    save_checkpoint(root, 4, model(4.0), record(4), keep_last=1)
+    assert names(root) == ["iter_0000004", "latest"]
+    assert value_in(other / "iter_0000001") == 1.0
+
+
+def test_one_that_cannot_be_deleted_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for iteration in (1, 2, 3):
+        save_checkpoint(tmp_path, iteration, model(1.0), record(iteration))
+    remove = save_module.remove_directory
+
+    def failing(directory: Path) -> None:
+        if directory.name == "iter_0000003":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
+        remove(directory)
+
+    monkeypatch.setattr(save_module, "remove_directory", failing)
+    save_checkpoint(tmp_path, 4, model(4.0), record(4), keep_last=1)
+    assert names(tmp_path) == ["iter_0000003", "iter_0000004", "latest"]
+    assert caplog.text.count("could not be deleted") == 1
+
+
+def test_latest_as_a_folder_is_refused_before_anything_has_its_name(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(CheckpointError, match="latest is a directory, expected a file; remove"):
+        save_checkpoint(tmp_path, 5, model(5.0), record(5))
+    assert names(tmp_path) == ["latest"]
+
+
+def test_a_disk_that_fails_the_cleaning_up_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Read-only from now on: the save fails as any other, and the run does not end with it."""
+
+    def read_only(*args: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(save_module, "commit", read_only)
+    monkeypatch.setattr(save_module, "remove_directory", read_only)
+    with pytest.raises(CheckpointError, match=r"iter_0000005: OSError: .*Read-only file system$"):
+        save_checkpoint(tmp_path, 5, model(5.0), record(5))
+    assert "is left for the next save to delete" in caplog.text
+
+
+@pytest.mark.parametrize("size", ["8k", "16k", "40k"])
+def test_a_full_disk_is_told_in_its_own_words(tmp_path: Path, size: str) -> None:
+    """Not in those of torch's zip writer."""
+    with small_disk(tmp_path / "disk", size) as disk:
+        tensors = {f"t{number}": torch.ones(3000) for number in range(5)}
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save_checkpoint(disk, 5, tensors, record(5))
+        assert names(disk) == []

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megafp8.checkpoint.writing as writing
 from megafp8.checkpoint import Saver, find_checkpoint, load_tensors, save_checkpoint
 from megafp8.checkpoint.files import is_being_read, reading
-from megafp8.checkpoint.writing import ShardWriter
+from megafp8.checkpoint.writing import ShardWriter, StagedPlanner
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import build, differing, record
 from tests.checkpoint.test_save_faults import model, names, value_in
@@ -210,3 +211,26 @@ def test_keep_last_spares_what_is_being_loaded(tmp_path: Path) -> None:
         assert value_in(tmp_path / "iter_0000001") == 1.0
     save_checkpoint(tmp_path, 3, model(3.0), record(3), keep_last=1)
     assert names(tmp_path) == ["iter_0000003", "latest"]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "step", ["create_local_plan", "resolve_data", "create_global_plan", "write"]
+)
+def test_an_interrupt_inside_a_save_is_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """DCP makes a failure of everything, and training would go on after Ctrl-C."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if step == "write":  # torch's zip writer calls it from C++
+        monkeypatch.setattr(writing, "crc32", interrupted)
+    else:
+        monkeypatch.setattr(StagedPlanner, step, interrupted)
+    reports: list[object] = []
+    saver = Saver(report=lambda *report: reports.append(report))
+    with pytest.raises(KeyboardInterrupt):
+        saver.save(tmp_path, 5, {"a": torch.ones(3)}, record(5))
+    assert reports == [] and find_checkpoint(tmp_path) is None

@@ -186,15 +186,27 @@ def test_a_living_conversion_s_folder_is_left_alone(
 # ----------------------------------------------------------------------------------- interrupted
 
 
-@pytest.mark.parametrize("tool", ["reshard", "to_hf"])
-def test_an_interrupt_is_one_line(tmp_path: Path, sources: dict[str, Path], tool: str) -> None:
+@pytest.mark.parametrize(
+    ("tool", "number", "code", "words"),
+    [
+        ("reshard", signal.SIGINT, 130, "interrupted"),
+        ("to_hf", signal.SIGINT, 130, "interrupted"),
+        ("reshard", signal.SIGTERM, 143, "ended by SIGTERM"),
+        ("to_hf", signal.SIGTERM, 143, "ended by SIGTERM"),
+        ("to_native", signal.SIGHUP, 129, "ended by SIGHUP"),
+    ],
+)
+def test_an_ending_signal_is_one_line(
+    tmp_path: Path, sources: dict[str, Path], tool: str, number: int, code: int, words: str
+) -> None:
     output, save = tmp_path / "output", tmp_path / "deep" / "out"
     output.mkdir()
     process = started(interrupted, tool, str(sources[tool]), str(save), str(output))
     wait_for(output / "verifying", process)
-    os.kill(process.pid, signal.SIGINT)
+    for _ in range(1 if number == signal.SIGINT else 2):  # `timeout` sends its own twice
+        os.kill(process.pid, number)
     process.join(30.0)
-    assert process.exitcode == 130
+    assert process.exitcode == code
     lines = (output / "text").read_text().splitlines()
-    assert lines == ["error: interrupted; nothing was written"]
+    assert lines == [f"error: {words}; nothing was written"]
     assert [path.name for path in tmp_path.iterdir()] == ["output"]

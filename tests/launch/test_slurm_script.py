@@ -19,6 +19,7 @@ STANDS_IN = {
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     # Runs until it is asked to stop, then saves if it may, and ends as torchrun does.
     "python": """
+[ "$1" != -c ] || exit 0  # whether it has torch
 echo $$ > "$PID.tmp"; echo "$@" > "$ARGS"
 trap '[ -z "$SAVES" ] || echo iter_0000007 > "$RUN_DIR/checkpoints/latest"; exit 1' USR1
 eval "$SLOW"

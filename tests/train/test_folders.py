@@ -1,5 +1,6 @@
 """Folders are found unusable, or another run's, before the first step."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from megafp8.checkpoint import CheckpointRecord, save_checkpoint
 from megafp8.checkpoint.agree import on_first_rank
 from megafp8.errors import CheckpointError, PrecisionError
+from megafp8.train import folders
 from megafp8.train.folders import checkpoint_to_load, open_run_dir, open_save_dir
 from tests.model.small import small_config
 
@@ -68,3 +70,9 @@ def test_an_empty_load_folder_starts_fresh_unless_told_otherwise(
         assert f"--load {folder} {what}: training starts fresh" in caplog.text
     with pytest.raises(CheckpointError, match="found no checkpoint there, and --"):
         checkpoint_to_load(small_config(load=str(tmp_path), **{strict: True}))
+
+
+def test_jobs_that_try_a_folder_at_the_same_moment(tmp_path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(folders._probe, [tmp_path] * 400))
+    assert list(tmp_path.iterdir()) == []

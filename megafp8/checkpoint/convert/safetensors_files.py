@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.convert.hf_fields import read_json
 from megafp8.checkpoint.convert.hf_names import is_buffer
-from megafp8.checkpoint.convert.view import flat, raw_bytes
+from megafp8.checkpoint.tensor_file import bytes_view
 from megafp8.errors import CheckpointError
 
 SINGLE_NAME = "model.safetensors"
@@ -189,8 +189,8 @@ class SafetensorsWriter:
             tensor.shape,
             entry,
         )
-        for piece in flat(tensor).split(1 << 24):
-            self._file.write(memoryview(raw_bytes(piece)))
+        for piece in tensor.detach().contiguous().view(-1).split(1 << 24):
+            self._file.write(memoryview(bytes_view(piece).numpy()))
 
     def close(self) -> None:
         """Finish the file and force it to storage."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megafp8.checkpoint.tensor_file import bytes_view
 from megafp8.config import ModelShape, RunConfig
 from megafp8.config.shape import EMBEDDING, OUTPUT, ParameterSpec
 from megafp8.errors import CheckpointError, ConfigurationError
@@ -143,18 +144,6 @@ class Checksums:
 def _crc32(tensor: Tensor) -> int:
     checksum = 0
     # In pieces: an fp32 copy of a bf16 embedding would double the memory that a conversion needs.
-    for piece in flat(tensor).split(1 << 22):
-        checksum = zlib.crc32(raw_bytes(piece.float()), checksum)
+    for piece in tensor.detach().contiguous().view(-1).split(1 << 22):
+        checksum = zlib.crc32(bytes_view(piece.float()).numpy(), checksum)
     return checksum
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """All elements in one dimension, side by side; a copy only where they are not so already."""
-    whole = tensor.detach().contiguous()
-    # Not `view`: a single element counts as contiguous with any stride, and would keep it.
-    return whole.as_strided((whole.numel(),), (1,))
-
-
-def raw_bytes(tensor: Tensor) -> Any:
-    """The bytes of a tensor from `flat`, as an array over the same memory."""
-    return tensor.view(torch.uint8).numpy()
