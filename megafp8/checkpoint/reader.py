@@ -26,7 +26,7 @@ from torch.futures import Future
 from megafp8.checkpoint.files import CHUNK_BYTES, METADATA_NAME, crc32_of, read_ahead
 from megafp8.checkpoint.metadata import read_metadata
 from megafp8.checkpoint.record import FileEntry
-from megafp8.checkpoint.tensor_file import StoredTensor, bytes_view, locate_tensor
+from megafp8.checkpoint.tensor_file import StoredTensor, buffer_of, locate_tensor
 from megafp8.errors import CheckpointError
 
 
@@ -183,8 +183,7 @@ def _whole(item: ReadItem, stored: StoredTensor, target: Tensor) -> memoryview |
         return None
     if target.device.type != "cpu" or not target.is_contiguous() or not target.numel():
         return None
-    # A numpy array has a buffer, which its stub does not say.
-    return memoryview(bytes_view(target).numpy())  # type: ignore[arg-type]
+    return memoryview(buffer_of(target))
 
 
 class _Content:

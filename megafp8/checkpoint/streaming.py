@@ -41,7 +41,7 @@ from megafp8.checkpoint.find import read_record, verify_files
 from megafp8.checkpoint.metadata import check_index
 from megafp8.checkpoint.reader import CheckpointReader
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
-from megafp8.checkpoint.tensor_file import bytes_view, view_tensor
+from megafp8.checkpoint.tensor_file import buffer_of, view_tensor
 from megafp8.checkpoint.writing import ChecksumStream
 from megafp8.errors import CheckpointError
 
@@ -93,7 +93,7 @@ def bytes_of(entry: TensorEntry) -> int:
 
 def crc32_of_tensor(tensor: Tensor) -> str:
     """Return the CRC-32 of a tensor's bytes in row-major order, eight hexadecimal digits."""
-    return f"{crc32(bytes_view(tensor.contiguous()).numpy()):08x}"
+    return f"{crc32(buffer_of(tensor.contiguous())):08x}"
 
 
 class TensorReader:
@@ -390,4 +390,4 @@ def compact(part: Tensor) -> Tensor:
         return part
     if part.numel() == 0:
         return torch.empty(part.shape, dtype=part.dtype)
-    return torch.from_numpy(bytes_view(part).numpy()).view(part.dtype).view(part.shape)
+    return torch.from_numpy(buffer_of(part)).view(part.dtype).view(part.shape)

@@ -185,3 +185,8 @@ def bytes_view(tensor: Tensor) -> Tensor:
     # A dimension of length 1 may have any stride, which a tensor of one value keeps when flattened,
     # and which `view` with another dtype refuses.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def buffer_of(tensor: Tensor) -> Any:
+    """Return the bytes of a contiguous tensor as a numpy array over the same memory."""
+    return bytes_view(tensor).numpy()  # a buffer, which its stub does not say

@@ -127,14 +127,11 @@ def build_model(
     parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
     _check_built(shape, parameters, mesh)
     tp_sequence = layout.tp if layout.sequence_parallel else 1
-    boundary = (shape.seq_length // tp_sequence, config.training.micro_batch_size)
+    micro_batch = config.training.micro_batch_size
+    boundary = (shape.seq_length // tp_sequence, micro_batch, shape.hidden_size)
     waiting = [queue for queue in queues if queue is not None] or None
-    boundary_shape = (*boundary, shape.hidden_size)
     partial = _partial_gradients(shape, parameters, tp_sequence > 1)
-    averaged: frozenset[str] = frozenset()
-    if reductions and layout.fsdp > 1:
-        averaged = _averaged_gradients(shape, parameters, partial)
-    runner = PipelineRunner(stages, mesh, layout.schedule, boundary_shape, dtype, waiting)
+    runner = PipelineRunner(stages, mesh, layout.schedule, boundary, dtype, waiting)
     return Model(
         stages=stages,
         runner=runner,
@@ -143,7 +140,7 @@ def build_model(
         parameters=parameters,
         tied=shape.tied,
         partial_gradients=partial,
-        averaged_gradients=averaged,
+        averaged_gradients=_averaged_gradients(shape, parameters, partial, mesh, reductions),
         backend=choice,
         scope=backend.scope,
         fp8_reductions=reductions,
@@ -247,12 +244,18 @@ def _partial_gradients(
 
 
 def _averaged_gradients(
-    shape: ModelShape, parameters: dict[str, nn.Parameter], partial: frozenset[str]
+    shape: ModelShape,
+    parameters: dict[str, nn.Parameter],
+    partial: frozenset[str],
+    mesh: Mesh,
+    reductions: list[Fp8ReduceScatter],
 ) -> frozenset[str]:
     """Parameters of blocks that every tp rank holds whole and whose gradients nothing else joins.
 
     An FP8 reduction casts a block's gradients in runs of neighbouring values. Where such a run also
     holds values of a split weight, its scale is another one on each tp rank.
     """
+    if not reductions or mesh.layout.fsdp == 1:
+        return frozenset()
     replicated = (s for s in shape.parameters() if s.layer is not None and s.tp_dim is None)
     return frozenset({spec.name for spec in replicated} & parameters.keys() - partial)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.convert.hf_fields import read_json
 from megafp8.checkpoint.convert.hf_names import is_buffer
-from megafp8.checkpoint.tensor_file import bytes_view
+from megafp8.checkpoint.tensor_file import buffer_of
 from megafp8.errors import CheckpointError
 
 SINGLE_NAME = "model.safetensors"
@@ -190,7 +190,7 @@ class SafetensorsWriter:
             entry,
         )
         for piece in tensor.detach().contiguous().view(-1).split(1 << 24):
-            self._file.write(memoryview(bytes_view(piece).numpy()))
+            self._file.write(memoryview(buffer_of(piece)))
 
     def close(self) -> None:
         """Finish the file and force it to storage."""

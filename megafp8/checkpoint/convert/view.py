@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.tensor_file import bytes_view
+from megafp8.checkpoint.tensor_file import buffer_of
 from megafp8.config import ModelShape, RunConfig
 from megafp8.config.shape import EMBEDDING, OUTPUT, ParameterSpec
 from megafp8.errors import CheckpointError, ConfigurationError
@@ -145,5 +145,5 @@ def _crc32(tensor: Tensor) -> int:
     checksum = 0
     # In pieces: an fp32 copy of a bf16 embedding would double the memory that a conversion needs.
     for piece in tensor.detach().contiguous().view(-1).split(1 << 22):
-        checksum = zlib.crc32(bytes_view(piece.float()).numpy(), checksum)
+        checksum = zlib.crc32(buffer_of(piece.float()), checksum)
     return checksum
