@@ -1,23 +1,17 @@
-"""Command line parser of the tools in this package's domain: errors are one line, exit code 2."""
+"""What all tools share: their command line, and how they report and end."""
 
 import argparse
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from megafp8.config.names import suggestion
 from megafp8.data.sources import DEFAULT_GLOBS
+from megafp8.data.tool_signals import Ended, ended_by_signals
 from megafp8.errors import MegaFP8Error
 from megafp8.log import configure
-
-# What schedulers, `kill` and a closed terminal send.
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class _Help(argparse.HelpFormatter):
@@ -139,43 +133,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-class _Ended(BaseException):
-    """A signal that asked the tool to end, raised where it found it so that all is cleared up."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-@contextmanager
-def _ended_by_signals() -> Generator[None, None, None]:
-    """Raise `_Ended` at the first of the signals that ask a process to end; ignore those after it.
-
-    Without it SIGTERM would leave what is half written until the tool runs again. `timeout` and
-    others send it twice, and the second one must not disturb what clears up after the first.
-    """
-    asked = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if not asked:
-            asked = True
-            raise _Ended(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    former = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    for number, handler in former.items():
-        if handler is not signal.SIG_IGN:  # `nohup`
-            signal.signal(number, note)
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
 def run_tool(work: Callable[[], list[str]]) -> int:
     """Run a tool's work, print its report lines, and return the exit code.
 
@@ -185,31 +142,41 @@ def run_tool(work: Callable[[], list[str]]) -> int:
     Args:
         work: Does everything and returns the lines to print.
     """
-    try:
-        with _ended_by_signals():
-            return _run(work)
-    except _Ended as ended:
-        name = signal.Signals(ended.number).name
-        print(f"error: ended by {name}; nothing was written", file=sys.stderr)
-        return 128 + ended.number
-
-
-def _run(work: Callable[[], list[str]]) -> int:
     configure(0)
     try:
-        # Names of files that are no UTF-8 must not stop a report.
-        print("\n".join(work()).encode(errors="backslashreplace").decode(), flush=True)
+        with ended_by_signals():
+            lines = work()
+    except Ended as ended:
+        print(f"error: ended by {ended.name}; nothing was written", file=sys.stderr)
+        return ended.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was written", file=sys.stderr)
+        return 130
     except MegaFP8Error as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        return _report_system_error(error)
+    return _print_report(lines)
+
+
+def _print_report(lines: list[str]) -> int:
+    """Print what the finished work returned; whatever ends this, the work is done."""
+    try:
+        # Names of files that are no UTF-8 must not stop a report.
+        print("\n".join(lines).encode(errors="backslashreplace").decode(), flush=True)
     except KeyboardInterrupt:
-        print("error: interrupted; nothing was written", file=sys.stderr)
+        print("error: interrupted while printing the report; the work is done", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader (`| head`) has seen enough; Python would complain once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        where = "" if error.filename is None else f"{error.filename}: "
-        print(f"error: {printable(f'{where}{error.strerror or error}')}", file=sys.stderr)
-        return MegaFP8Error.exit_code
+        return _report_system_error(error)
     return 0
+
+
+def _report_system_error(error: OSError) -> int:
+    where = "" if error.filename is None else f"{error.filename}: "
+    print(f"error: {printable(f'{where}{error.strerror or error}')}", file=sys.stderr)
+    return MegaFP8Error.exit_code
