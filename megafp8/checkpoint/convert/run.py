@@ -98,7 +98,8 @@ def convert(options: ConvertOptions) -> list[str]:
         if "can't allocate memory" not in str(error):
             raise
         raise CheckpointError(
-            f"{options.load}: memory does not hold a tensor of it ({str(error).splitlines()[0]}); "
+            f"{options.load}: not enough memory for one of its tensors "
+            f"({str(error).splitlines()[0]}); "
             "nothing was left"
         ) from None
     count = view.shape.num_parameters
