@@ -13,16 +13,17 @@ need_variable() {
 
 # need_positive NAME: the variable holds a positive integer.
 need_positive() {
-    [[ "${!1}" =~ ^[1-9][0-9]*$ ]] || fail "$1: found '${!1}', allowed a positive integer"
+    local value="${!1:-}"
+    [[ "${value}" =~ ^[1-9][0-9]*$ ]] || fail "$1: found '${value}', allowed a positive integer"
 }
 
 # need_torch NAME: the variable holds a Python that starts and finds torch.
 need_torch() {
-    local python="${!1}"
+    local python="${!1:-}"
     local do="run bash scripts/quickstart.sh once, which makes .venv, or set $1 to an interpreter with torch"
-    command -v -- "${python}" >/dev/null || fail "found no ${python}; ${do}"
+    command -v -- "${python}" >/dev/null || fail "$1: found no '${python}'; ${do}"
     local look='import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'
     # In a group: bash itself tells of a program that a signal ended.
     { "${python}" -c "${look}"; } >/dev/null 2>&1 ||
-        fail "${python} has no torch, or does not start; ${do}"
+        fail "$1: ${python} has no torch, or does not start; ${do}"
 }

@@ -33,9 +33,9 @@ def test_a_python_that_does_not_do(tmp_path: Path, script: str, variable: str, k
     name = variable or "MEGAFP8_PYTHON"
     ended = run(script, {**GIVEN, name: str(python)})
     assert ended.returncode == 2
-    reason = f"found no {python}" if kind == "missing" else f"{python} has no torch"
+    reason = f"found no '{python}'" if kind == "missing" else f"{python} has no torch"
     assert ended.stdout == "" and ended.stderr.count("\n") == 1
-    assert ended.stderr.startswith(f"{Path(script).name}: {reason}")
+    assert ended.stderr.startswith(f"{Path(script).name}: {name}: {reason}")
     assert f"set {name} to an interpreter with torch" in ended.stderr
 
 
@@ -53,6 +53,15 @@ def test_variables_that_do_not_do(script: str, variables: dict[str, str], line: 
     ended = run(script, GIVEN | variables)
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
     assert ended.stderr.startswith(f"{Path(script).name}: {line}")
+
+
+@pytest.mark.parametrize("check", ["need_variable X what", "need_positive X", "need_torch X"])
+def test_a_check_of_a_variable_that_is_not_set(check: str) -> None:
+    """Not in bash's own words, which `set -u` would end with."""
+    words = ["bash", "-uc", f"source {ROOT}/scripts/checks.sh; {check}"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("bash: X") and "unbound" not in ended.stderr
 
 
 @pytest.mark.parametrize("folder", ["", "/"])
