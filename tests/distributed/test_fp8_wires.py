@@ -338,11 +338,11 @@ def test_evaluation_changes_no_bit(ranks: Ranks, how: tuple[str, ...]) -> None:
     assert all(0 < loss < 1e5 for loss in with_it[1]) and len(with_it[1]) == 3
 
 
-def faulty_step(bad: float) -> tuple[list[bool], bool, bool]:
+def faulty_step(bad: float, layout: tuple[str, ...]) -> tuple[list[bool], bool, bool]:
     """One weight gradient of rank 0 holds a fault in the second of three steps."""
     # TransformerEngine's way with a fault in a cast, so that only the gradient's norm can tell.
     more = ("--fp8-nonfinite-amax", "freeze")
-    training = start_training((*FP8, *GATHER, *FEEDBACK, *more))
+    training = start_training((*FP8, *GATHER, *FEEDBACK, *more, *layout))
     training.one_step()
     before = training.digests()
     operands = training.model.stages[0].decoder.layers["1"].mlp.linear_fc2.operands  # type: ignore[union-attr]
@@ -364,8 +364,11 @@ def faulty_step(bad: float) -> tuple[list[bool], bool, bool]:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_fault_in_a_gradient_skips_the_step(ranks: Ranks, bad: float) -> None:
-    for answer in ranks.run(faulty_step, world_size=2, bad=bad):
+@pytest.mark.parametrize(("size", "layout"), [(2, ()), (4, degrees(2))], ids=["fsdp2", "tp2-fsdp2"])
+def test_a_fault_in_a_gradient_skips_the_step(
+    ranks: Ranks, bad: float, size: int, layout: tuple[str, ...]
+) -> None:
+    for answer in ranks.run(faulty_step, world_size=size, bad=bad, layout=layout):
         assert answer == ([True, False], True, True)
 
 
