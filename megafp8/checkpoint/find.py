@@ -58,7 +58,7 @@ def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
 
 def _find(load_dir: Path, to_load: bool) -> Path | None:
     if load_dir.exists() and not load_dir.is_dir():
-        raise CheckpointError(f"{load_dir} is a file, expected a directory")
+        raise CheckpointError(f"{load_dir} is a file, expected a directory{_folder_of(load_dir)}")
     if iteration_of(load_dir.name) is not None or is_complete(load_dir):
         return _exactly(load_dir)
     if not load_dir.is_dir():
@@ -91,6 +91,14 @@ def _find(load_dir: Path, to_load: bool) -> Path | None:
         newest,
     )
     return newest
+
+
+def _folder_of(file: Path) -> str:
+    """Return which folder to give instead of a file in it, as the end of a message."""
+    folder = file.parent
+    # `latest` lies beside checkpoints, shards and the record lie in one.
+    usable = is_complete(folder) or bool(_survey(folder)[1])
+    return f"; give its folder: {folder}" if usable else ""
 
 
 def _refuse_what_is_meant_otherwise(folder: Path) -> None:

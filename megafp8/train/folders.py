@@ -1,5 +1,6 @@
 """The folders of a run: found usable before the first step, by rank 0, for all ranks."""
 
+import os
 import tempfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -167,8 +168,19 @@ def write_records(
 
 
 def _probe(folder: Path) -> None:
-    """Make a folder and write a file into it, so that a bad one is known before training."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # Without a name: another job may do the same at this moment.
-    with tempfile.TemporaryFile(dir=folder):
-        pass
+    """Make a folder and write a file into it, so that a bad one is known before training.
+
+    Raises:
+        CheckpointError: it cannot be made or written, or is a file.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Without a name: another job may do the same at this moment.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        raise CheckpointError(f"{file} is a file, expected a folder; give another") from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"{folder} cannot be written: {reason}") from error

@@ -104,6 +104,17 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
         find_checkpoint(tmp_path / "file")
 
 
+def test_a_file_of_a_checkpoint_is_refused_with_its_folder(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 5)
+    shard = next(checkpoint.glob("*.distcp"))
+    for file in (tmp_path / "latest", checkpoint / "megafp8.json", shard):
+        with pytest.raises(CheckpointError) as caught:
+            find_checkpoint(file)
+        wrong = f"{file} is a file, expected a directory; give its folder: {file.parent}"
+        assert str(caught.value) == wrong
+        assert find_checkpoint(file.parent) == checkpoint
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

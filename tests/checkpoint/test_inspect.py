@@ -97,6 +97,18 @@ def test_damage_is_named_and_ends_with_2(source: Path, tmp_path: Path) -> None:
         inspect_checkpoint(tmp_path / "nowhere")
 
 
+def test_both_are_found_before_one_is_read(source: Path, tmp_path: Path) -> None:
+    for other, wrong in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "no checkpoint")):
+        done = subprocess.run(
+            [sys.executable, str(TOOL), str(source), "--diff", str(other)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 2 and wrong in done.stderr
+        assert done.stdout == "" and len(done.stderr.splitlines()) == 1
+
+
 def test_differences(source: Path, tmp_path: Path) -> None:
     reader = TensorReader.open(source)
     entries = dict(reader.record.tensors)

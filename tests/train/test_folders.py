@@ -29,10 +29,17 @@ def test_a_fresh_run_does_not_touch_another_runs_checkpoints(tmp_path) -> None:
 def test_folders_that_cannot_be_written(tmp_path) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
-    with pytest.raises(CheckpointError, match=f"--run-dir {blocked}: FileExistsError"):
-        open_run_dir(small_config(run_dir=str(blocked)))
-    with pytest.raises(CheckpointError, match=f"saving to {blocked}"):
-        open_save_dir(small_config(save=str(blocked)), tmp_path, fresh=True)
+    for given in (blocked, blocked / "sub" / "folder"):
+        with pytest.raises(CheckpointError) as raised:
+            open_run_dir(small_config(run_dir=str(given)))
+        wrong = f"{blocked} is a file, expected a folder; give another"
+        assert str(raised.value) == f"--run-dir {given}: {wrong}"
+        with pytest.raises(CheckpointError) as raised:
+            open_save_dir(small_config(save=str(given)), tmp_path, fresh=True)
+        assert str(raised.value) == f"saving to {given}: {wrong}"
+    long = tmp_path / ("x" * 300)
+    with pytest.raises(CheckpointError, match=f"{long} cannot be written: File name too long"):
+        open_run_dir(small_config(run_dir=str(long)))
 
 
 def test_a_folder_of_partial_checkpoints_is_named_once(tmp_path) -> None:
