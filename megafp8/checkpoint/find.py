@@ -2,6 +2,7 @@
 
 import os
 import stat
+from contextlib import ExitStack
 from pathlib import Path
 
 from megafp8.checkpoint.files import (
@@ -13,6 +14,7 @@ from megafp8.checkpoint.files import (
     is_temporary,
     iteration_name,
     iteration_of,
+    reading,
     replaced_iteration,
 )
 from megafp8.checkpoint.kinds import folders_that_do, other_program
@@ -22,6 +24,7 @@ from megafp8.log import get_logger
 
 _logger = get_logger(__name__)
 
+_FINDS = 10  # a checkpoint that is deleted once it is found again and again is no coincidence
 _LATEST_BYTES = 200  # a name is shorter
 # What is larger than a million tensors make it is no record, and reading it would fill the memory.
 _RECORD_BYTES = 2**28
@@ -54,6 +57,26 @@ def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
         raise CheckpointError(
             f"{where!s:.300} cannot be read: {error.strerror or error}"
         ) from error
+
+
+def find_to_read(load_dir: Path, held: ExitStack) -> Path | None:
+    """`find_checkpoint`, and keep what is found from a run's `--keep-last`.
+
+    A run that saves there may delete it between the two; then the newer one is found.
+
+    Args:
+        load_dir: as in `find_checkpoint`.
+        held: keeps it until it is closed.
+    """
+    for _ in range(_FINDS):
+        found = find_checkpoint(load_dir)
+        if found is None:
+            return None
+        with ExitStack() as attempt:
+            if attempt.enter_context(reading(found)) and is_complete(found):
+                held.enter_context(attempt.pop_all())
+                return found
+    return found  # whoever reads it says what is missing
 
 
 def _find(load_dir: Path, to_load: bool) -> Path | None:

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import yaml
 
 from megafp8.checkpoint import FolderLock, find_checkpoint
 from megafp8.checkpoint.agree import on_first_rank
+from megafp8.checkpoint.find import find_to_read
 from megafp8.checkpoint.save import check_latest
 from megafp8.config import RunConfig
 from megafp8.config.hardware import PrecisionChoice
@@ -28,10 +29,15 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def checkpoint_to_load(config: RunConfig) -> Path | None:
+def checkpoint_to_load(config: RunConfig, held: ExitStack) -> Path | None:
     """The checkpoint that `--load` means, by the rules of `find_checkpoint`; a collective call.
 
     Rank 0 decides: another rank may see a shared file system later and must not take another one.
+
+    Args:
+        config: the run.
+        held: keeps it, on rank 0, from a `--keep-last` of the job that saves there. Building the
+            model takes longer than such a job's next saves.
 
     Raises:
         CheckpointError: on all ranks; nothing usable there although something should be.
@@ -39,7 +45,7 @@ def checkpoint_to_load(config: RunConfig) -> Path | None:
     load = config.checkpoint.load
     if load is None:
         return None
-    found = on_first_rank("--load", lambda: find_checkpoint(Path(load)), None)
+    found = on_first_rank("--load", lambda: find_to_read(Path(load), held), None)
     if found is None and config.checkpoint.exit_on_missing_checkpoint:
         raise CheckpointError(
             f"--load {load}: found no checkpoint there, and --exit-on-missing-checkpoint is given"

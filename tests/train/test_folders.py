@@ -1,6 +1,7 @@
 """Folders are found unusable, or another run's, before the first step."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_a_folder_of_partial_checkpoints_is_named_once(tmp_path) -> None:
         "another --save, or remove what is partial there"
     )
     with pytest.raises(CheckpointError) as raised:
-        checkpoint_to_load(small_config(load=str(tmp_path)))
+        checkpoint_to_load(small_config(load=str(tmp_path)), ExitStack())
     assert str(raised.value) == (
         f"--load: {tmp_path} holds no usable checkpoint, found iter_0000003; give another --load, "
         "or an empty directory to start fresh"
@@ -73,10 +74,10 @@ def test_an_empty_load_folder_starts_fresh_unless_told_otherwise(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, strict: str
 ) -> None:
     for folder, what in ((tmp_path, "holds no checkpoint"), (tmp_path / "no", "does not exist")):
-        assert checkpoint_to_load(small_config(load=str(folder))) is None
+        assert checkpoint_to_load(small_config(load=str(folder)), ExitStack()) is None
         assert f"--load {folder} {what}: training starts fresh" in caplog.text
     with pytest.raises(CheckpointError, match="found no checkpoint there, and --"):
-        checkpoint_to_load(small_config(load=str(tmp_path), **{strict: True}))
+        checkpoint_to_load(small_config(load=str(tmp_path), **{strict: True}), ExitStack())
 
 
 def test_jobs_that_try_a_folder_at_the_same_moment(tmp_path) -> None:
