@@ -68,6 +68,7 @@ def find_to_read(load_dir: Path, held: ExitStack) -> Path | None:
         load_dir: as in `find_checkpoint`.
         held: keeps it until it is closed.
     """
+    found = None
     for _ in range(_FINDS):
         found = find_checkpoint(load_dir)
         if found is None:

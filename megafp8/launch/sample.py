@@ -1,11 +1,12 @@
 """Samples text from a checkpoint in this one process."""
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from megafp8.checkpoint import find_checkpoint
+from megafp8.checkpoint.find import find_to_read
 from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.whole_model import load_model
 from megafp8.config.data import DataConfig
@@ -45,13 +46,14 @@ def sample_text(
             reads no file and one is given, or it has more ids than the model.
     """
     configure(0, level=logging.WARNING)
-    checkpoint = find_checkpoint(Path(load))
-    if checkpoint is None:
-        raise CheckpointError(f"{load} holds no checkpoint{found_instead(Path(load))}")
-    world = start(0, 1, 0)
-    if world.device.type == "cpu":
-        torch.set_num_threads(1)  # one token's work is too small to share: 5 s become 40 with two
-    model, config, shape, _ = load_model(checkpoint, world)
+    with ExitStack() as held:  # a run that saves there may delete its older ones meanwhile
+        checkpoint = find_to_read(Path(load), held)
+        if checkpoint is None:
+            raise CheckpointError(f"{load} holds no checkpoint{found_instead(Path(load))}")
+        world = start(0, 1, 0)
+        if world.device.type == "cpu":
+            torch.set_num_threads(1)  # a token's work is too small to share: 5 s become 40 with two
+        model, config, shape, _ = load_model(checkpoint, world)
     data = with_tokenizer(config.data, tokenizer_type, tokenizer_model, shape.vocab_size)
     tokenizer = build_tokenizer(data)
     if tokenizer is None:

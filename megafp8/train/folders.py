@@ -96,7 +96,8 @@ def hold_save_dir(config: RunConfig, run_dir: Path) -> Generator[Callable[[], No
     def acquire() -> None:
         _probe(folder)
         taken = FolderLock(folder)
-        taken.acquire()
+        with _in_words(folder):
+            taken.acquire()
         lock.append(taken)
 
     def check() -> None:
@@ -179,11 +180,18 @@ def _probe(folder: Path) -> None:
     Raises:
         CheckpointError: it cannot be made or written, or is a file.
     """
-    try:
+    with _in_words(folder):
         folder.mkdir(parents=True, exist_ok=True)
         # Without a name: another job may do the same at this moment.
         with tempfile.TemporaryFile(dir=folder):
             pass
+
+
+@contextmanager
+def _in_words(folder: Path) -> Generator[None, None, None]:
+    """Say what is wrong with a folder where the system names a number."""
+    try:
+        yield
     except (FileExistsError, NotADirectoryError) as error:
         file = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         raise CheckpointError(f"{file} is a file, expected a folder; give another") from error
