@@ -65,15 +65,15 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(
 
 
 def test_a_tokenizer_with_fewer_ids_than_the_model_is_told(
-    source: Path, caplog: pytest.LogCaptureFixture
+    source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rows behind its ids may be padding, or the sign of a wrong one."""
     text_of(source, "ByteTokenizer")
-    assert "ByteTokenizer has 257 ids, fewer than the 300 of" in caplog.text
-    assert "ids from 257 on are never drawn" in caplog.text
-    caplog.clear()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "ByteTokenizer has 257 ids, fewer than the 300 of" in line
+    assert "ids from 257 on are never drawn" in line
     text_of(source, "NullTokenizer")
-    assert caplog.text == ""
+    assert capsys.readouterr().err == ""
 
 
 def test_a_file_for_a_tokenizer_without_one_is_refused(source: Path) -> None:
