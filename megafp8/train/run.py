@@ -139,10 +139,7 @@ def _train_in(
     ours: Callable[[], None],
     loaded: Callable[[], None],
 ) -> int:
-    """Train in folders that are this job's alone; `ours` raises once they are not.
-
-    `loaded` lets go of `source`, which a later save of this very run may delete.
-    """
+    """Train in folders of this job alone: `ours` raises once they are not. `loaded` frees `source`."""
     _seed_default_generators(config.training.seed)
     plan = build_plan(config, shape, mesh.layout)
     model = _build(config, shape, plan, mesh)
