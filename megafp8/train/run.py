@@ -139,7 +139,7 @@ def _train_in(
     ours: Callable[[], None],
     loaded: Callable[[], None],
 ) -> int:
-    """Train in folders of this job alone: `ours` raises once they are not. `loaded` frees `source`."""
+    """Train in this job's own folders: `ours` raises once they are not, `loaded` frees `source`."""
     _seed_default_generators(config.training.seed)
     plan = build_plan(config, shape, mesh.layout)
     model = _build(config, shape, plan, mesh)
