@@ -9,6 +9,7 @@ import torch
 
 from megafp8.checkpoint import CheckpointRecord, save_checkpoint
 from megafp8.checkpoint.agree import on_first_rank
+from megafp8.checkpoint.files import is_being_read
 from megafp8.errors import CheckpointError, PrecisionError
 from megafp8.train import folders
 from megafp8.train.folders import checkpoint_to_load, open_run_dir, open_save_dir
@@ -78,6 +79,14 @@ def test_an_empty_load_folder_starts_fresh_unless_told_otherwise(
         assert f"--load {folder} {what}: training starts fresh" in caplog.text
     with pytest.raises(CheckpointError, match="found no checkpoint there, and --"):
         checkpoint_to_load(small_config(load=str(tmp_path), **{strict: True}), ExitStack())
+
+
+def test_what_load_found_is_kept_until_it_is_loaded(tmp_path: Path) -> None:
+    kept = complete_checkpoint(tmp_path, 4)
+    with ExitStack() as held:
+        assert checkpoint_to_load(small_config(load=str(tmp_path)), held) == kept
+        assert is_being_read(kept)
+    assert not is_being_read(kept)
 
 
 def test_jobs_that_try_a_folder_at_the_same_moment(tmp_path) -> None:
