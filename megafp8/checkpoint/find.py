@@ -91,7 +91,7 @@ def _find(load_dir: Path, to_load: bool) -> Path | None:
     if partial and not complete:
         # A run with `--keep-last 1` may have replaced its only one while the folder was listed.
         partial, complete = _survey(load_dir)
-    for path in partial:
+    for path in partial if to_load else ():  # a run asks for both: said once
         _logger.warning("checkpoint %s is partial (no %s): skipped", path, RECORD_NAME)
     named, state = _read_latest(load_dir)
     if not complete:

@@ -92,6 +92,9 @@ def test_partial_ones_are_skipped_by_name(tmp_path: Path, caplog: pytest.LogCapt
     assert "iter_0000010 is partial" in caplog.text
     assert "tmp_iter_0000015.0123abcd is partial" in caplog.text
     assert "latest names 'iter_0000010', which is no complete checkpoint" in caplog.text
+    caplog.clear()
+    assert find_checkpoint(tmp_path, to_load=False) == tmp_path / "iter_0000005"
+    assert "is partial" not in caplog.text  # a run asks this after the other
 
 
 def test_only_an_unfinished_first_save_starts_fresh(
