@@ -154,9 +154,15 @@ def wait_for_rows(queue: Any, ranks: Sequence[Any], seconds: float) -> list[dict
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument(
+        "--gigabytes", type=float, default=1.0, help="size of a checkpoint (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="repeats behind each median (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=4, help="that save together (default: %(default)s)"
+    )
     parser.add_argument("--folder", default=None, help="on the disk to measure (default: temp)")
     arguments = parser.parse_args()
     total = int(arguments.gigabytes * 2**30) // TENSOR_BYTES * TENSOR_BYTES

@@ -78,10 +78,16 @@ def linear_bytes(sizes: Sizes, mesh: Mesh, recipe: Recipe | None) -> int:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for name, default in (("hidden", 1024), ("ffn", 3584), ("heads", 8), ("groups", 2)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--seq", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=1)
+    for name, default, text in (
+        ("hidden", 1024, "channels of the block"),
+        ("ffn", 3584, "channels inside the MLP"),
+        ("heads", 8, "attention heads"),
+        ("groups", 2, "query groups"),
+        ("seq", 512, "tokens of a sequence"),
+        ("batch", 1, "sequences"),
+    ):
+        shown = f"{text} (default: {default})"
+        parser.add_argument(f"--{name}", type=int, default=default, help=shown)
     sizes = Sizes(**vars(parser.parse_args()))
     mesh = build_mesh(single_layout(), start(0, 1, 0, "gloo"))
     unit = sizes.tokens * sizes.hidden

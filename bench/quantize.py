@@ -94,11 +94,19 @@ def linear_step(m: int, k: int, n: int, repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--in-features", type=int, default=1024)
-    parser.add_argument("--out-features", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--tokens", type=int, default=2048, help="rows (default: %(default)s)")
+    parser.add_argument(
+        "--in-features", type=int, default=1024, help="columns (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out-features", type=int, default=1024, help="rows of the weight (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of the processor (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=21, help="repeats behind each median (default: %(default)s)"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(f"{args.tokens} x {args.in_features} elements, {args.threads} thread(s)")

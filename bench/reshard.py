@@ -99,7 +99,7 @@ def make_source(root: Path, megabytes: int) -> Path:
         state={"vocab_size": VOCABULARY},
         tensors=entries,
     )
-    config, layout, _ = target_run(record, TargetLayout(2, 2, 1))
+    config, layout, _ = target_run(record, TargetLayout(2, 2, 1), root)
     record = dataclasses.replace(
         record, config=config.model_dump(mode="json"), layout=layout_fields(layout)
     )
@@ -132,9 +132,13 @@ def peak_of(command: list[str]) -> tuple[float, str]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=1000)
+    parser.add_argument(
+        "--megabytes", type=int, default=1000, help="size of the checkpoint (default: %(default)s)"
+    )
     parser.add_argument("--folder", type=Path, help="on the file system to measure")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="repeats behind each median (default: %(default)s)"
+    )
     args = parser.parse_args()
     bare, _ = peak_of(["-c", _IMPORTS])
     targets = {"1 rank": (1, 1, 1, 1), "tp4": (4, 1, 1, 1), "fsdp2 x replicate 2": (1, 1, 2, 2)}

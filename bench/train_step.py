@@ -162,7 +162,12 @@ def torchao_step() -> Callable[[int], float] | None:
 def main() -> None:
     """Time all models in turn and print medians and ratios."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=15,
+        help="a step of each model; medians over them are shown (default: %(default)s)",
+    )
     rounds = parser.parse_args().rounds
     joined: list[object] = []
     steps: dict[str, Callable[[int], float] | None] = {

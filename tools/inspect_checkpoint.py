@@ -22,11 +22,15 @@ def main() -> int:
 
     def work() -> list[str]:
         # Imported here: torch takes seconds, and --help needs none of it.
-        from megafp8.checkpoint.inspect import compare_checkpoints, inspect_checkpoint
+        from megafp8.checkpoint.inspect import compare_checkpoints, inspect_checkpoint, locate
         from megafp8.checkpoint.inspect_text import changes_text, console, inspection_text
         from megafp8.checkpoint.values import summary
 
         screen = console()
+        # Both before the first is read, which may take minutes.
+        for given in (args.checkpoint, args.diff):
+            if given is not None:
+                locate(given)
         found = inspect_checkpoint(args.checkpoint)
         screen.print(inspection_text(found, screen.options.ascii_only))
         problems, flaws = found.problems, found.flaws

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -64,41 +64,57 @@ def is_complete(directory: Path) -> bool:
 
 
 @contextmanager
-def reading(directory: Path) -> Generator[None, None, None]:
+def reading(directory: Path) -> Generator[bool, None, None]:
     """Keep a checkpoint from being deleted by a run's `--keep-last` while it is read.
 
     A shared lock on the record: it ends with the process however that ends. A file system without
     locks leaves the checkpoint as unprotected as it was; a missing record is the caller's affair.
+
+    Yields:
+        False if a process is just deleting it.
     """
-    try:
-        descriptor = os.open(directory / RECORD_NAME, os.O_RDONLY)
-    except OSError:
-        yield
-        return
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+    with _locked(directory, os.O_RDONLY, fcntl.LOCK_SH) as held:
+        yield held
+
+
+@contextmanager
+def unread(directory: Path) -> Generator[bool, None, None]:
+    """Keep a checkpoint that nobody reads from being read, in order to delete it.
+
+    Yields:
+        False if a process is inside `reading` for it.
+    """
+    # NFS makes `flock` from locks of byte ranges, where an exclusive one needs a writable file.
+    # A read-only one cannot be asked; nor, most likely, deleted.
+    with _locked(directory, os.O_RDWR, fcntl.LOCK_EX) as held:
+        yield held
 
 
 def is_being_read(directory: Path) -> bool:
     """Tell whether a process is inside `reading` for a checkpoint."""
+    with unread(directory) as free:
+        return not free
+
+
+@contextmanager
+def _locked(directory: Path, mode: int, kind: int) -> Generator[bool, None, None]:
+    """Lock a checkpoint's record if that can be; False where another process's lock forbids it."""
     try:
-        # NFS makes `flock` from locks of byte ranges, where an exclusive one needs a writable file.
-        descriptor = os.open(directory / RECORD_NAME, os.O_RDWR)
+        descriptor = os.open(directory / RECORD_NAME, mode)
     except OSError:
-        return False  # a read-only one cannot be asked; nor, most likely, deleted
+        yield True
+        return
+    held = True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False  # no locks on this file system
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held = False
+        except OSError:
+            pass  # no locks on this file system
+        yield held
     finally:
         os.close(descriptor)
-    return False
 
 
 def read_ahead(file: IO[bytes]) -> None:
@@ -156,13 +172,15 @@ def remove_directory(directory: Path) -> None:
     if directory.is_symlink() or not directory.is_dir():
         directory.unlink()
         return
-    if is_temporary(directory.name):
-        shutil.rmtree(directory)
-        return
+    shutil.rmtree(directory if is_temporary(directory.name) else set_aside(directory))
+
+
+def set_aside(directory: Path) -> Path:
+    """Give a checkpoint directory the name of a temporary one, which no reader takes for whole."""
     iteration = replaced_iteration(directory.name)
     if iteration is None:
         iteration = iteration_of(directory.name)
     assert iteration is not None, f"{directory} is no checkpoint"
     doomed = directory.with_name(f"tmp_{iteration_name(iteration)}.{os.urandom(4).hex()}")
     os.rename(directory, doomed)
-    shutil.rmtree(doomed)
+    return doomed

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from contextlib import ExitStack
 from pathlib import Path
 
 from megafp8.checkpoint.files import (
@@ -13,6 +14,7 @@ from megafp8.checkpoint.files import (
     is_temporary,
     iteration_name,
     iteration_of,
+    reading,
     replaced_iteration,
 )
 from megafp8.checkpoint.kinds import folders_that_do, other_program
@@ -22,6 +24,7 @@ from megafp8.log import get_logger
 
 _logger = get_logger(__name__)
 
+_FINDS = 10  # a checkpoint that is deleted once it is found again and again is no coincidence
 _LATEST_BYTES = 200  # a name is shorter
 # What is larger than a million tensors make it is no record, and reading it would fill the memory.
 _RECORD_BYTES = 2**28
@@ -56,9 +59,30 @@ def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
         ) from error
 
 
+def find_to_read(load_dir: Path, held: ExitStack) -> Path | None:
+    """`find_checkpoint`, and keep what is found from a run's `--keep-last`.
+
+    A run that saves there may delete it between the two; then the newer one is found.
+
+    Args:
+        load_dir: as in `find_checkpoint`.
+        held: keeps it until it is closed.
+    """
+    found = None
+    for _ in range(_FINDS):
+        found = find_checkpoint(load_dir)
+        if found is None:
+            return None
+        with ExitStack() as attempt:
+            if attempt.enter_context(reading(found)) and is_complete(found):
+                held.enter_context(attempt.pop_all())
+                return found
+    return found  # whoever reads it says what is missing
+
+
 def _find(load_dir: Path, to_load: bool) -> Path | None:
     if load_dir.exists() and not load_dir.is_dir():
-        raise CheckpointError(f"{load_dir} is a file, expected a directory")
+        raise CheckpointError(f"{load_dir} is a file, expected a directory{_folder_of(load_dir)}")
     if iteration_of(load_dir.name) is not None or is_complete(load_dir):
         return _exactly(load_dir)
     if not load_dir.is_dir():
@@ -67,7 +91,7 @@ def _find(load_dir: Path, to_load: bool) -> Path | None:
     if partial and not complete:
         # A run with `--keep-last 1` may have replaced its only one while the folder was listed.
         partial, complete = _survey(load_dir)
-    for path in partial:
+    for path in partial if to_load else ():  # a run asks for both: said once
         _logger.warning("checkpoint %s is partial (no %s): skipped", path, RECORD_NAME)
     named, state = _read_latest(load_dir)
     if not complete:
@@ -91,6 +115,14 @@ def _find(load_dir: Path, to_load: bool) -> Path | None:
         newest,
     )
     return newest
+
+
+def _folder_of(file: Path) -> str:
+    """Return which folder to give instead of a file in it, as the end of a message."""
+    folder = file.parent
+    # `latest` lies beside checkpoints, shards and the record lie in one.
+    usable = is_complete(folder) or bool(_survey(folder)[1])
+    return f"; give its folder: {folder}" if usable else ""
 
 
 def _refuse_what_is_meant_otherwise(folder: Path) -> None:

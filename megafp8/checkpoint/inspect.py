@@ -128,11 +128,25 @@ def inspect_checkpoint(load: Path) -> Inspection:
         CheckpointError: there is none, it is partial, or its record cannot be read. Damaged shards
             are told in the result.
     """
+    directory = locate(load)
+    with reading(directory):
+        return _inspect(directory)
+
+
+def locate(load: Path) -> Path:
+    """Find a checkpoint that can be looked at, and no more: nothing but its record is read.
+
+    Args:
+        load: a folder of checkpoints, or one of them.
+
+    Raises:
+        CheckpointError: there is none, it is partial, or its record cannot be read.
+    """
     directory = find_checkpoint(load)
     if directory is None:
         raise CheckpointError(f"{load} holds no checkpoint{found_instead(load)}")
-    with reading(directory):
-        return _inspect(directory)
+    read_record(directory)
+    return directory
 
 
 def _inspect(directory: Path) -> Inspection:

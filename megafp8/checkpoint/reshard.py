@@ -12,8 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from megafp8.checkpoint.files import LATEST_NAME, iteration_name, iteration_of, reading
-from megafp8.checkpoint.find import find_checkpoint, read_record
+from megafp8.checkpoint.files import (
+    LATEST_NAME,
+    RECORD_NAME,
+    iteration_name,
+    iteration_of,
+    reading,
+)
+from megafp8.checkpoint.find import advice, find_checkpoint, read_record
 from megafp8.checkpoint.holdings import plan_holdings
 from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, describe_move, local_entry, move_ranks
@@ -161,8 +167,8 @@ def reshard_checkpoint(load: Path, save: Path, target: TargetLayout) -> ReshardR
 
 def _reshard(source: Path, root: Path, target: TargetLayout) -> ReshardReport:
     reader = TensorReader.open(source, checksums=True)
-    config, layout, notes = target_run(reader.record, target)
-    shape = ModelShape.from_config(config, _vocab_size(reader.record))
+    config, layout, notes = target_run(reader.record, target, source)
+    shape = ModelShape.from_config(config, _vocab_size(reader.record, source))
     entries = {
         name: local_entry(name, entry, layout.dp, layout.tp)
         for name, entry in reader.record.tensors.items()
@@ -229,10 +235,13 @@ def _root_of(source: Path, save: Path) -> Path:
     return root
 
 
-def _vocab_size(record: CheckpointRecord) -> int:
+def _vocab_size(record: CheckpointRecord, source: Path) -> int:
     size = record.state.get("vocab_size")
     if not isinstance(size, int):
-        raise CheckpointError("megafp8.json holds no vocab_size, so the model's sizes are unknown")
+        raise CheckpointError(
+            f"{source / RECORD_NAME} holds no vocab_size, so the model's sizes are unknown"
+            f"{advice(source)}"
+        )
     return size
 
 
@@ -240,9 +249,14 @@ def _vocab_size(record: CheckpointRecord) -> int:
 
 
 def target_run(
-    record: CheckpointRecord, target: TargetLayout
+    record: CheckpointRecord, target: TargetLayout, source: Path
 ) -> tuple[RunConfig, Layout, list[str]]:
     """Return a checkpoint's run at another layout, and what the user should know about it.
+
+    Args:
+        record: of the checkpoint.
+        target: the new layout.
+        source: the checkpoint, for messages.
 
     Raises:
         ConfigurationError: the model does not fit; the sizes that would are named.
@@ -251,10 +265,12 @@ def target_run(
     try:
         saved = RunConfig.from_dict(record.config)
     except ConfigurationError as error:
-        raise CheckpointError(f"megafp8.json holds an unusable config: {error}") from None
+        raise CheckpointError(
+            f"{source / RECORD_NAME} holds an unusable config: {error}{advice(source)}"
+        ) from None
     # With all its defaults, also where a section was left out.
     record = dataclasses.replace(record, config=saved.model_dump(mode="json"))
-    vocab_size = _vocab_size(record)
+    vocab_size = _vocab_size(record, source)
     try:
         config, layout = _fit(record, target, vocab_size)
     except ConfigurationError as error:

@@ -10,11 +10,13 @@ from pathlib import Path
 from torch import Tensor
 
 from megafp8.checkpoint.files import (
+    LATEST_NAME,
     METADATA_NAME,
     crc32_of,
     is_temporary,
     iteration_name,
     remove_directory,
+    write_atomically,
 )
 from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry
@@ -108,11 +110,29 @@ def _write(
                 f"{len(lost)} tensors were not conserved: "
                 + ", ".join(f"{name} (crc32 {wanted[name]} -> {found[name]})" for name in lost[:20])
             )
-        commit(temporary, final, record)
+        with _undone_unless_complete(root, final):
+            commit(temporary, final, record)
     finally:
         if temporary.exists():
             remove_directory(temporary)
     return found
+
+
+@contextmanager
+def _undone_unless_complete(root: Path, final: Path) -> Generator[None, None, None]:
+    """Take a checkpoint away again whose commit ends after the rename and before its end."""
+    latest = root / LATEST_NAME
+    former = latest.read_bytes() if latest.is_file() else None
+    try:
+        yield
+    except BaseException:  # a signal's, too
+        if final.exists():
+            remove_directory(final)
+        if latest.is_file() and latest.read_bytes() != former:
+            latest.unlink()  # it names what is gone; without it the newest one counts
+            if former is not None:
+                write_atomically(latest, former.decode(errors="replace"))
+        raise
 
 
 def _fill(

@@ -23,7 +23,6 @@ from megafp8.checkpoint.files import (
     LATEST_NAME,
     METADATA_NAME,
     RECORD_NAME,
-    is_being_read,
     is_complete,
     is_temporary,
     is_unfinished_latest,
@@ -31,7 +30,9 @@ from megafp8.checkpoint.files import (
     iteration_of,
     remove_directory,
     replaced_iteration,
+    set_aside,
     sync_directory,
+    unread,
     write_atomically,
 )
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
@@ -213,6 +214,19 @@ def _replace(temporary: Path, final: Path) -> None:
         raise
 
 
+def _delete(path: Path) -> None:
+    """Delete what `_tidy` may, unless it is a checkpoint that another process is loading."""
+    if iteration_of(path.name) is not None:
+        # Asked just now, since deleting others takes seconds, and under the lock until the name is
+        # gone. Not longer: NFS keeps a file that is open, and with it the directory.
+        with unread(path) as free:
+            if not free:
+                _logger.info("%s is being loaded by another process: kept for now", path)
+                return
+            path = set_aside(path)
+    remove_directory(path)
+
+
 def _tidy(final: Path, keep_last: int | None) -> None:
     """Delete what interrupted or repeated saves left behind, and checkpoints beyond `keep_last`.
 
@@ -240,15 +254,11 @@ def _tidy(final: Path, keep_last: int | None) -> None:
                 older.append((iteration, path))
         if keep_last is not None:
             older.sort(reverse=True)
-            for _, path in older[keep_last - 1 :]:
-                if is_being_read(path):
-                    _logger.info("%s is being loaded by another process: kept for now", path)
-                else:
-                    doomed.append(path)
+            doomed += [path for _, path in older[keep_last - 1 :]]
     except OSError as error:
         _logger.warning("old checkpoints in %s could not be listed: %s", final.parent, error)
     for path in doomed:
         try:
-            remove_directory(path)
+            _delete(path)
         except OSError as error:  # the others still have to go: the disk would fill
             _logger.warning("%s could not be deleted: %s", path, error)

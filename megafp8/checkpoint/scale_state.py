@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from megafp8.checkpoint.files import RECORD_NAME
+from megafp8.checkpoint.find import advice
 from megafp8.checkpoint.rank_scales import (
     LOCAL_PREFIX,
     SHARED_PREFIX,
@@ -98,7 +99,11 @@ def _check_equal(own: Mapping[str, Tensor], mesh: Mesh) -> None:
 
 
 def scale_targets(
-    registry: ScaleRegistry | None, record: CheckpointRecord, mesh: Mesh, reduced: bool
+    registry: ScaleRegistry | None,
+    record: CheckpointRecord,
+    path: Path,
+    mesh: Mesh,
+    reduced: bool,
 ) -> dict[str, Tensor]:
     """Return tensors to load a checkpoint's scale state of the registry's entries into.
 
@@ -107,8 +112,12 @@ def scale_targets(
     Args:
         registry: of this rank; None without FP8.
         record: of the checkpoint.
+        path: of the checkpoint, for messages.
         mesh: of this rank.
         reduced: `--fp8-reduce-amax`.
+
+    Raises:
+        CheckpointError: a shape in the record is no scale's or window's.
     """
     if registry is None:
         return {}
@@ -116,7 +125,7 @@ def scale_targets(
     layout = mesh.layout
     for name, value in registry.tensors().items():
         local = record.tensors.get(_local_name(name))
-        _check_shapes(name, record)
+        _check_shapes(name, record, path)
         if local is None:
             shared = record.tensors.get(name)
             shape = tuple(value.shape) if shared is None else shared.shape
@@ -130,7 +139,7 @@ def scale_targets(
     return targets
 
 
-def _check_shapes(name: str, record: CheckpointRecord) -> None:
+def _check_shapes(name: str, record: CheckpointRecord, path: Path) -> None:
     """Refuse what is no scale [] or window [H], with [dp, tp] in front where ranks differ."""
     for key, leading in ((name, 0), (_local_name(name), 2)):
         entry = record.tensors.get(key)
@@ -141,8 +150,8 @@ def _check_shapes(name: str, record: CheckpointRecord) -> None:
         if not fits:
             expected = ["dp", "tp"][:leading] + ["H"][: dims - leading]
             raise CheckpointError(
-                f"{RECORD_NAME} of the checkpoint is damaged: {key} has shape {list(entry.shape)}, "
-                f"expected [{', '.join(expected)}]"
+                f"{path / RECORD_NAME} is damaged: {key} has shape {list(entry.shape)}, expected "
+                f"[{', '.join(expected)}]{advice(path)}"
             )
 
 

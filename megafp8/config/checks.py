@@ -37,7 +37,7 @@ def check_trainable(config: RunConfig) -> None:
     """Check what training needs and a dry run does not.
 
     Raises:
-        ConfigurationError: No corpus, no tokenizer, or no length of the run.
+        ConfigurationError: No corpus, no tokenizer or one with a file that it does not read.
     """
     data = config.data
     if not data.has_source:
@@ -53,6 +53,10 @@ def check_trainable(config: RunConfig) -> None:
     if kind in ("SentencePieceTokenizer", "HuggingFaceTokenizer") and data.tokenizer_model is None:
         hint = "; --mock-data needs none: --tokenizer-type NullTokenizer" if data.mock_data else ""
         raise ConfigurationError(f"--tokenizer-type {kind} needs --tokenizer-model PATH{hint}")
+    if kind in ("ByteTokenizer", "NullTokenizer") and data.tokenizer_model is not None:
+        raise ConfigurationError(
+            f"--tokenizer-type {kind} takes no --tokenizer-model, found {data.tokenizer_model}"
+        )
 
 
 LATER = "is not built yet in this version"

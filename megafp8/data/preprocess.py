@@ -154,13 +154,11 @@ def preprocess(
     kind = options.tokenizer_type
     if options.vocab_size is not None and kind != "NullTokenizer":
         raise DataError(f"--vocab-size is for --tokenizer-type NullTokenizer, found {kind}")
-    if options.tokenizer_model is not None and kind in ("ByteTokenizer", "NullTokenizer"):
-        raise DataError(f"--tokenizer-type {kind} takes no --tokenizer-model")
     started = time.monotonic()
-    files = expand_inputs(inputs, globs, exclude)
     tokenizer = build_tokenizer(options)
     if tokenizer is None:
         raise DataError("--tokenizer-type is missing")
+    files = expand_inputs(inputs, globs, exclude)
     dtype = optimal_dtype(tokenizer.vocab_size)
     report = PreprocessReport(dtype=dtype.name)
     prefixes = [f"{output_prefix}_{key}_document" for key in options.json_keys]

@@ -28,6 +28,8 @@ TOKENIZER_TYPES = (
     "ByteTokenizer",
     "NullTokenizer",
 )
+# These read no file.
+WITHOUT_MODEL = ("ByteTokenizer", "NullTokenizer")
 
 
 class Tokenizer(Protocol):
@@ -206,11 +208,14 @@ def build_tokenizer(data: Any) -> Tokenizer | None:
         The tokenizer; None if `tokenizer_type` is None.
 
     Raises:
-        DataError: The model is missing or unreadable, or the type is unknown.
+        DataError: The model is missing or unreadable, or given to a type that reads none; the type
+            is unknown.
     """
     kind, model = data.tokenizer_type, data.tokenizer_model
     if kind is None:
         return None
+    if model is not None and kind in WITHOUT_MODEL:
+        raise DataError(f"--tokenizer-type {kind} takes no --tokenizer-model, found {model}")
     if kind == "ByteTokenizer":
         return ByteTokenizer()
     if kind == "NullTokenizer":

@@ -1,19 +1,23 @@
 """Samples text from a checkpoint in this one process."""
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from megafp8.checkpoint import find_checkpoint
+from megafp8.checkpoint.find import find_to_read
 from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.whole_model import load_model
 from megafp8.config.data import DataConfig
-from megafp8.data.tokenizers import TOKENIZER_TYPES, build_tokenizer
+from megafp8.config.shape import ModelShape
+from megafp8.data.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megafp8.errors import CheckpointError, DataError
 from megafp8.evaluation import generate
-from megafp8.log import configure
+from megafp8.log import configure, get_logger
 from megafp8.parallel import start, stop
+
+log = get_logger(__name__)
 
 
 def sample_text(
@@ -38,17 +42,18 @@ def sample_text(
 
     Raises:
         CheckpointError: no complete checkpoint there, or a damaged one.
-        DataError: the tokenizer is not there (any more), the run had none and none is given, or the
-            one given has more ids than the model.
+        DataError: the tokenizer is not there (any more), the run had none and none is given, it
+            reads no file and one is given, or it has more ids than the model.
     """
     configure(0, level=logging.WARNING)
-    checkpoint = find_checkpoint(Path(load))
-    if checkpoint is None:
-        raise CheckpointError(f"{load} holds no checkpoint{found_instead(Path(load))}")
-    world = start(0, 1, 0)
-    if world.device.type == "cpu":
-        torch.set_num_threads(1)  # one token's work is too small to share: 5 s become 40 with two
-    model, config, shape, _ = load_model(checkpoint, world)
+    with ExitStack() as held:  # a run that saves there may delete its older ones meanwhile
+        checkpoint = find_to_read(Path(load), held)
+        if checkpoint is None:
+            raise CheckpointError(f"{load} holds no checkpoint{found_instead(Path(load))}")
+        world = start(0, 1, 0)
+        if world.device.type == "cpu":
+            torch.set_num_threads(1)  # a token's work is too small to share: 5 s become 40 with two
+        model, config, shape, _ = load_model(checkpoint, world)
     data = with_tokenizer(config.data, tokenizer_type, tokenizer_model, shape.vocab_size)
     tokenizer = build_tokenizer(data)
     if tokenizer is None:
@@ -56,15 +61,34 @@ def sample_text(
             f"{checkpoint}: the run has no tokenizer; give --tokenizer-type (and "
             f"--tokenizer-model): {', '.join(TOKENIZER_TYPES)}"
         )
-    given = tokenizer_type is not None or tokenizer_model is not None
-    if given and tokenizer.vocab_size > shape.vocab_size:
-        raise DataError(
-            f"--tokenizer-type {data.tokenizer_type} has {tokenizer.vocab_size} ids, more than the "
-            f"{shape.vocab_size} of {checkpoint}; give the tokenizer it was trained with"
-        )
+    if tokenizer_type is not None or tokenizer_model is not None:
+        _compare_sizes(f"--tokenizer-type {data.tokenizer_type}", tokenizer, shape, checkpoint)
     text = generate(model, tokenizer, prompt, shape.seq_length, max_new_tokens, temperature, seed)
     stop()
     return text
+
+
+def _compare_sizes(given: str, tokenizer: Tokenizer, shape: ModelShape, checkpoint: Path) -> None:
+    """Refuse a tokenizer with more ids than the model; tell of one with fewer.
+
+    Fewer are no proof of a wrong one: a vocabulary that was rounded up before training, by
+    `--vocab-size` or in another program, has rows that no tokenizer names.
+    """
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise DataError(
+            f"{given} has {tokenizer.vocab_size} ids, more than the {shape.vocab_size} of "
+            f"{checkpoint}; give the tokenizer it was trained with"
+        )
+    if tokenizer.vocab_size < shape.vocab_size:
+        log.warning(
+            "%s has %d ids, fewer than the %d of %s: ids from %d on are never drawn; unless its "
+            "vocabulary was padded, this is not the tokenizer it was trained with",
+            given,
+            tokenizer.vocab_size,
+            shape.vocab_size,
+            checkpoint,
+            tokenizer.vocab_size,
+        )
 
 
 def with_tokenizer(

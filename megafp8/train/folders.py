@@ -1,8 +1,9 @@
 """The folders of a run: found usable before the first step, by rank 0, for all ranks."""
 
+import os
 import tempfile
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 
 from megafp8.checkpoint import FolderLock, find_checkpoint
 from megafp8.checkpoint.agree import on_first_rank
+from megafp8.checkpoint.find import find_to_read
 from megafp8.checkpoint.save import check_latest
 from megafp8.config import RunConfig
 from megafp8.config.hardware import PrecisionChoice
@@ -27,10 +29,15 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def checkpoint_to_load(config: RunConfig) -> Path | None:
+def checkpoint_to_load(config: RunConfig, held: ExitStack) -> Path | None:
     """The checkpoint that `--load` means, by the rules of `find_checkpoint`; a collective call.
 
     Rank 0 decides: another rank may see a shared file system later and must not take another one.
+
+    Args:
+        config: the run.
+        held: keeps it, on rank 0, from a `--keep-last` of the job that saves there. Building the
+            model takes longer than such a job's next saves.
 
     Raises:
         CheckpointError: on all ranks; nothing usable there although something should be.
@@ -38,7 +45,7 @@ def checkpoint_to_load(config: RunConfig) -> Path | None:
     load = config.checkpoint.load
     if load is None:
         return None
-    found = on_first_rank("--load", lambda: find_checkpoint(Path(load)), None)
+    found = on_first_rank("--load", lambda: find_to_read(Path(load), held), None)
     if found is None and config.checkpoint.exit_on_missing_checkpoint:
         raise CheckpointError(
             f"--load {load}: found no checkpoint there, and --exit-on-missing-checkpoint is given"
@@ -89,7 +96,8 @@ def hold_save_dir(config: RunConfig, run_dir: Path) -> Generator[Callable[[], No
     def acquire() -> None:
         _probe(folder)
         taken = FolderLock(folder)
-        taken.acquire()
+        with _in_words(folder):
+            taken.acquire()
         lock.append(taken)
 
     def check() -> None:
@@ -167,8 +175,26 @@ def write_records(
 
 
 def _probe(folder: Path) -> None:
-    """Make a folder and write a file into it, so that a bad one is known before training."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # Without a name: another job may do the same at this moment.
-    with tempfile.TemporaryFile(dir=folder):
-        pass
+    """Make a folder and write a file into it, so that a bad one is known before training.
+
+    Raises:
+        CheckpointError: it cannot be made or written, or is a file.
+    """
+    with _in_words(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        # Without a name: another job may do the same at this moment.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
+@contextmanager
+def _in_words(folder: Path) -> Generator[None, None, None]:
+    """Say what is wrong with a folder where the system names a number."""
+    try:
+        yield
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        raise CheckpointError(f"{file} is a file, expected a folder; give another") from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"{folder} cannot be written: {reason}") from error

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +107,23 @@ def _train(
     watch: Watch,
     choice: PrecisionChoice | None,
 ) -> int:
-    source = checkpoint_to_load(config)
-    run_dir = open_run_dir(config)
-    with hold_save_dir(config, run_dir) as ours:
-        return _train_in(
-            config, shape, mesh, datasets, signals, watch, run_dir, source, choice, ours
-        )
+    with ExitStack() as held:
+        source = checkpoint_to_load(config, held)
+        run_dir = open_run_dir(config)
+        with hold_save_dir(config, run_dir) as ours:
+            return _train_in(
+                config,
+                shape,
+                mesh,
+                datasets,
+                signals,
+                watch,
+                run_dir,
+                source,
+                choice,
+                ours,
+                held.close,
+            )
 
 
 def _train_in(
@@ -126,8 +137,9 @@ def _train_in(
     source: Path | None,
     choice: PrecisionChoice | None,
     ours: Callable[[], None],
+    loaded: Callable[[], None],
 ) -> int:
-    """Train in folders that are this job's alone; `ours` raises once they are not."""
+    """Train in this job's own folders: `ours` raises once they are not, `loaded` frees `source`."""
     _seed_default_generators(config.training.seed)
     plan = build_plan(config, shape, mesh.layout)
     model = _build(config, shape, plan, mesh)
@@ -136,6 +148,7 @@ def _train_in(
     state, certificate = TrainState(), None
     if source is not None:
         state, certificate = load_run(source, step, config, scaler)
+    loaded()
     save_dir = open_save_dir(config, run_dir, fresh=state.iteration == 0)
     backend = model.backend.record()
     manifest = write_records(config, plan, run_dir, mesh.world.device, backend, choice)

@@ -171,7 +171,7 @@ def load_run(
         )
     registry = step.model.registry
     reduced = config.precision.fp8_reduce_amax
-    scales = scale_targets(registry, record, step.mesh, reduced)
+    scales = scale_targets(registry, record, path, step.mesh, reduced)
     report = load_with_report(path, tensors | scales, _optional(with_optimizer))
     _check_values(path, tensors)
     _copy_tied(step, with_optimizer)

@@ -50,7 +50,7 @@ def make_source(root: Path, tied: bool) -> Path:
         state={"vocab_size": VOCAB, "loss_scaler": {}},
         tensors=entries_of(shape),
     )
-    config, layout, _ = target_run(record, TargetLayout(2, 2))
+    config, layout, _ = target_run(record, TargetLayout(2, 2), root)
     record = dataclasses.replace(
         record, config=config.model_dump(mode="json"), layout=layout_fields(layout)
     )

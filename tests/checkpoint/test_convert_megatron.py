@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pickle
+import re
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from megafp8.checkpoint.convert.megatron_legacy import LegacyTensors, legacy_folders
 from megafp8.checkpoint.convert.safe_pickle import load_pickled
 from megafp8.errors import CheckpointError
 from tests.checkpoint.converted import VOCAB, logits, run_convert
@@ -128,6 +130,27 @@ def test_pickled_files_of_each_rank(
     doomed.rmdir()
     with pytest.raises(CheckpointError, match="model_parallel_size"):
         run_convert("megatron", "megafp8", folder, tmp_path / "partial")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("decoder_first_pipeline_num_layers", 1),
+        ("decoder_last_pipeline_num_layers", 1),
+        ("pipeline_model_parallel_layout", "Et|t*2L"),
+        ("account_for_loss_in_pipeline_split", True),
+    ],
+)
+def test_uneven_stages_are_refused_by_their_setting(tmp_path: Path, name: str, value: Any) -> None:
+    for stage in ("000", "001"):
+        (tmp_path / f"mp_rank_00_{stage}").mkdir()
+    args = {"pipeline_model_parallel_size": 2, name: value}
+    model = {"swiglu": False, "num_layers": 3}
+    with pytest.raises(CheckpointError, match=re.escape(f"args.{name} is {value!r}: its pipeline")):
+        LegacyTensors(tmp_path, legacy_folders(tmp_path), args, model)
+    args[name] = None
+    with pytest.raises(CheckpointError, match=r"model_optim_rng.pt is missing"):
+        LegacyTensors(tmp_path, legacy_folders(tmp_path), args, model)
 
 
 class Run:

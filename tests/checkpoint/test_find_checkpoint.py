@@ -4,12 +4,15 @@ import errno
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
+import megafp8.checkpoint.find as find
 from megafp8.checkpoint import find_checkpoint, read_record, save_checkpoint, verify_files
+from megafp8.checkpoint.files import is_being_read, remove_directory, unread
 from megafp8.checkpoint.kinds import found_instead
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import record
@@ -25,6 +28,37 @@ def test_missing_and_empty_folders_start_fresh(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path) is None
     (tmp_path / "notes.txt").write_text("nothing to do with it")
     assert find_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("moment", ["found", "being deleted"])
+def test_what_is_found_is_kept_until_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """A run with `--keep-last 1` saves while another one starts from its folder."""
+    save(tmp_path, 1)
+    found: list[Path | None] = []
+    look, deletion = find.find_checkpoint, ExitStack()
+
+    def found_and_replaced(folder: Path) -> Path | None:
+        found.append(look(folder))
+        if len(found) == 1:
+            save(tmp_path, 2)
+            if moment == "found":
+                remove_directory(tmp_path / "iter_0000001")
+            else:
+                assert deletion.enter_context(unread(tmp_path / "iter_0000001"))
+        return found[-1]
+
+    monkeypatch.setattr(find, "find_checkpoint", found_and_replaced)
+    newer = tmp_path / "iter_0000002"
+    with deletion, ExitStack() as held:
+        assert find.find_to_read(tmp_path, held) == newer
+        assert found == [tmp_path / "iter_0000001", newer] and is_being_read(newer)
+        save_checkpoint(tmp_path, 3, {"a": torch.ones(2)}, record(3), keep_last=1)
+        assert newer.is_dir()
+    assert not is_being_read(newer)
+    save_checkpoint(tmp_path, 4, {"a": torch.ones(2)}, record(4), keep_last=1)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000004"]
 
 
 def test_latest_decides(tmp_path: Path) -> None:
@@ -58,6 +92,9 @@ def test_partial_ones_are_skipped_by_name(tmp_path: Path, caplog: pytest.LogCapt
     assert "iter_0000010 is partial" in caplog.text
     assert "tmp_iter_0000015.0123abcd is partial" in caplog.text
     assert "latest names 'iter_0000010', which is no complete checkpoint" in caplog.text
+    caplog.clear()
+    assert find_checkpoint(tmp_path, to_load=False) == tmp_path / "iter_0000005"
+    assert "is partial" not in caplog.text  # a run asks this after the other
 
 
 def test_only_an_unfinished_first_save_starts_fresh(
@@ -102,6 +139,18 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is a file, expected a directory"):
         find_checkpoint(tmp_path / "file")
+
+
+def test_a_file_of_a_checkpoint_is_refused_with_its_folder(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    checkpoint = tmp_path / "iter_0000005"
+    shard = next(checkpoint.glob("*.distcp"))
+    for file in (tmp_path / "latest", checkpoint / "megafp8.json", shard):
+        with pytest.raises(CheckpointError) as caught:
+            find_checkpoint(file)
+        wrong = f"{file} is a file, expected a directory; give its folder: {file.parent}"
+        assert str(caught.value) == wrong
+        assert find_checkpoint(file.parent) == checkpoint
 
 
 @pytest.mark.parametrize(

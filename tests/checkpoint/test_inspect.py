@@ -97,6 +97,21 @@ def test_damage_is_named_and_ends_with_2(source: Path, tmp_path: Path) -> None:
         inspect_checkpoint(tmp_path / "nowhere")
 
 
+def test_both_are_found_before_one_is_read(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for other, wrong in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "no checkpoint")):
+        monkeypatch.setattr(sys, "argv", [TOOL.name, str(source), "--diff", str(other)])
+        with pytest.raises(SystemExit, match="^2$"):
+            runpy.run_path(str(TOOL), run_name="__main__")
+        shown = capsys.readouterr()
+        assert shown.out == "" and len(shown.err.splitlines()) == 1 and wrong in shown.err
+
+
 def test_differences(source: Path, tmp_path: Path) -> None:
     reader = TensorReader.open(source)
     entries = dict(reader.record.tensors)

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from megafp8.checkpoint import FORMAT_VERSION, find_checkpoint, load_tensors, re
 from megafp8.checkpoint.convert.run import ConvertOptions, convert
 from megafp8.checkpoint.files import is_being_read
 from megafp8.checkpoint.inspect import inspect_checkpoint
-from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
+from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint, target_run
 from megafp8.checkpoint.rewrite import write_streaming
 from megafp8.checkpoint.streaming import TensorReader, dtype_of
 from megafp8.errors import CheckpointError, ConfigurationError
@@ -293,6 +294,25 @@ def test_partial_checkpoints_are_refused(source: Path, tmp_path: Path, file: str
     with pytest.raises(CheckpointError, match=file):
         reshard_checkpoint(partial, tmp_path / "new", TargetLayout())
     assert [path.name for path in tmp_path.iterdir()] == [source.name]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"state": {}}, "holds no vocab_size, so the model's sizes are unknown"),
+        ({"config": {"model": {"nope": 1}}}, "holds an unusable config: "),
+    ],
+)
+def test_a_record_without_what_is_needed_is_named(
+    source: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    record = dataclasses.replace(read_record(source), **change)
+    good = copy_of(source, tmp_path)
+    bad = good.with_name("iter_0000009")
+    with pytest.raises(CheckpointError) as caught:
+        target_run(record, TargetLayout(), bad)
+    assert str(caught.value).startswith(f"{bad}/megafp8.json {message}")
+    assert str(caught.value).endswith(f"; use --load {good} instead")
 
 
 def test_a_lost_weight_is_refused(source: Path, tmp_path: Path) -> None:

@@ -243,6 +243,33 @@ def test_a_folder_that_turns_read_only(tmp_path: Path, disk: Path) -> None:
 # ------------------------------------------------------------------------------------- two jobs
 
 
+def test_a_job_starts_from_a_folder_where_another_one_keeps_only_its_newest(
+    tmp_path: Path,
+) -> None:
+    """The other one saves many times while this one builds its model, and deletes what is older."""
+    root = tmp_path / "a" / "checkpoints"
+    argv = command(tmp_path / "a", "--load", str(root), "--train-iters", "9999")
+    argv += ["--save-interval", "1", "--keep-last", "1"]
+    slow = "tests.support.faults:slow_steps", {"seconds": 0.05}
+    late = "tests.support.faults:slow_model", {"seconds": 1.0}
+    with launched(1, argv, tmp_path / "first", slow) as first:
+        first.wait_for("saved ")
+        second = command(tmp_path / "b", "--load", str(root), "--train-iters", "9999")
+        second += ["--exit-interval", "1"]
+        with launched(1, second, tmp_path / "second", late) as other:
+            assert other.wait() == [0], other.text()
+        (resume,) = events(tmp_path / "b", "resume")
+        kept = f"{resume['checkpoint_before']} is being loaded by another process: kept for now"
+        assert kept in first.output(0)
+        first.signal(signal.SIGTERM)
+        assert first.wait() == [75], first.text()
+    (left,) = root.glob("iter_*")
+    # What a job has loaded itself it no longer keeps.
+    train(1, [*argv, "--exit-interval", "1"], tmp_path / "again")
+    (newer,) = root.glob("iter_*")
+    assert newer.name > left.name
+
+
 def test_the_second_job_in_a_folder_is_refused(tmp_path: Path) -> None:
     argv = command(tmp_path, "--load", str(tmp_path / "checkpoints"), "--train-iters", "40")
     argv += ["--save-interval", "2"]

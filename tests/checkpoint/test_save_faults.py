@@ -320,14 +320,14 @@ def test_one_that_cannot_be_deleted_does_not_keep_the_others(
 ) -> None:
     for iteration in (1, 2, 3):
         save_checkpoint(tmp_path, iteration, model(1.0), record(iteration))
-    remove = save_module.remove_directory
+    set_aside = save_module.set_aside
 
-    def failing(directory: Path) -> None:
+    def failing(directory: Path) -> Path:
         if directory.name == "iter_0000003":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
-        remove(directory)
+        return set_aside(directory)
 
-    monkeypatch.setattr(save_module, "remove_directory", failing)
+    monkeypatch.setattr(save_module, "set_aside", failing)
     save_checkpoint(tmp_path, 4, model(4.0), record(4), keep_last=1)
     assert names(tmp_path) == ["iter_0000003", "iter_0000004", "latest"]
     assert caplog.text.count("could not be deleted") == 1

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import megafp8.checkpoint.save as saves
 from megafp8.checkpoint import find_checkpoint, read_record, verify_files
 from megafp8.checkpoint.convert.run import ConvertOptions, convert
 from megafp8.data.tool_parser import run_tool
@@ -67,6 +68,33 @@ def test_a_full_disk(disk: Path, sources: dict[str, Path], tool: str) -> None:
         assert [path.name for path in disk.iterdir()] == ["sized"], share
     TOOLS[tool](sources[tool], disk / "deep" / "out")
     assert digests(sources[tool]) == before
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["before", "after"])
+def test_a_disk_that_fails_at_the_last_name_leaves_nothing(
+    tmp_path: Path, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch, written: bool
+) -> None:
+    """`latest` comes after the rename: by then the checkpoint has its name already."""
+    root = tmp_path / "out"
+    root.mkdir()
+    (root / "latest").write_text("iter_0000003\n")
+    write = saves.write_atomically
+
+    def fail(path: Path, text: str) -> None:
+        if path.name != "latest":
+            return write(path, text)
+        if written:
+            write(path, text)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saves, "write_atomically", fail)
+    with pytest.raises(CheckpointError, match="No space left on device; nothing is left$"):
+        reshard(sources["reshard"], root)
+    assert [path.name for path in root.iterdir()] == ["latest"]
+    assert (root / "latest").read_text() == "iter_0000003\n"
+    with pytest.raises(CheckpointError, match="nothing is left$"):
+        reshard(sources["reshard"], tmp_path / "fresh")
+    assert not (tmp_path / "fresh").exists()
 
 
 @pytest.mark.parametrize("tool", ["reshard", "to_hf"])

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from megafp8.config import RunConfig, load_config
-from megafp8.config.checks import _unbuilt
+from megafp8.config.checks import _unbuilt, check_trainable
 from megafp8.config.cli import parse_command
+from megafp8.config.data import DataConfig
 from megafp8.config.help import help_text
 from megafp8.config.megatron_flags import ACCEPTED, ACCEPTED_VALUES, REFUSED, accepted_reason
-from megafp8.config.names import SECTIONS, targets
+from megafp8.config.names import ALSO_CALLED, SECTIONS, targets
 from megafp8.errors import ConfigurationError
 
 BASE = (
@@ -82,8 +83,53 @@ def test_words_before_any_option_are_refused() -> None:
 def test_empty_values_and_names_like_no_other() -> None:
     with pytest.raises(ConfigurationError, match="--save: found nothing .*leave the flag out"):
         load_config([*BASE, "--save", ""])
-    with pytest.raises(ConfigurationError, match="--learning-rate: unknown option; --help lists"):
-        load_config([*BASE, "--learning-rate", "1"])
+    with pytest.raises(ConfigurationError, match="--zigzag: unknown option; --help lists"):
+        load_config([*BASE, "--zigzag", "1"])
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--tp", "--tensor-model-parallel-size"),
+        ("-tp", "--tensor-model-parallel-size"),
+        ("--pp_size", "--pipeline-model-parallel-size"),
+        ("--dp", "--fsdp-size"),
+        ("--vpp", "--num-layers-per-virtual-pipeline-stage"),
+        ("--mbs", "--micro-batch-size"),
+        ("--gbs", "--global-batch-size"),
+        ("--batch-size", "--micro-batch-size, --global-batch-size"),
+        ("--learning-rate", "--lr"),
+        ("--lr-warmup-steps", "--lr-warmup-iters"),
+        ("--lr-schedule", "--lr-decay-style"),
+        ("--max-steps", "--train-iters"),
+        ("--wd", "--weight-decay"),
+        ("--seq-len", "--seq-length"),
+        ("--fp8", "--fp8-format"),
+        ("--resume", "--load"),
+    ],
+)
+def test_what_people_call_a_flag(given: str, meant: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        load_config([*BASE, given, "2"])
+    assert str(raised.value).endswith(f"; did you mean {meant}?")
+
+
+def test_other_names_lead_to_flags_and_are_none() -> None:
+    known = {name.replace("_", "-") for name in targets()}
+    tools = {"replicate-size"}  # of tools/reshard_checkpoint.py
+    assert {name for names in ALSO_CALLED.values() for name in names} <= known | tools
+    assert not known & set(ALSO_CALLED)
+
+
+@pytest.mark.parametrize("kind", ["ByteTokenizer", "NullTokenizer"])
+def test_a_tokenizer_without_a_file_takes_none(kind: str) -> None:
+    data = DataConfig(mock_data=True, tokenizer_type=kind, tokenizer_model="x", vocab_size=300)
+    config = load_config(BASE).model_copy(update={"data": data})
+    with pytest.raises(ConfigurationError, match=f"{kind} takes no --tokenizer-model, found x"):
+        check_trainable(config)
+    check_trainable(
+        config.model_copy(update={"data": data.model_copy(update={"tokenizer_model": None})})
+    )
 
 
 @pytest.mark.parametrize("given", [["--config"], ["--config", ""], ["--config="]])

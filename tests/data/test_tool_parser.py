@@ -1,5 +1,6 @@
 """The tools' command lines: each mistake is one line with exit code 2, and --help is complete."""
 
+import ast
 import importlib.util
 import re
 import sys
@@ -11,6 +12,7 @@ from megafp8.data.tool_parser import ToolParser, filled, folder, positive
 from megafp8.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ("tools", "bench", "tests/tools")
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
 
 
@@ -26,6 +28,22 @@ def run(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int
         return module.main()
     except SystemExit as end:
         return int(end.code or 0)
+
+
+def test_every_option_of_every_script_has_a_text() -> None:
+    found = 0
+    for script in sorted(path for name in SCRIPTS for path in (ROOT / name).glob("*.py")):
+        for call in ast.walk(ast.parse(script.read_text())):
+            is_option = (
+                isinstance(call, ast.Call)
+                and isinstance(call.func, ast.Attribute)
+                and call.func.attr == "add_argument"
+            )
+            if is_option:
+                found += 1
+                named = {keyword.arg for keyword in call.keywords}
+                assert "help" in named, f"{script}:{call.lineno}"
+    assert found > 40
 
 
 GENERATE = ["--load", "nowhere"]

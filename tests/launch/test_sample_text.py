@@ -64,6 +64,24 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(
         text_of(source, "ByteTokenizer")
 
 
+def test_a_tokenizer_with_fewer_ids_than_the_model_is_told(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows behind its ids may be padding, or the sign of a wrong one."""
+    text_of(source, "ByteTokenizer")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "ByteTokenizer has 257 ids, fewer than the 300 of" in line
+    assert "ids from 257 on are never drawn" in line
+    text_of(source, "NullTokenizer")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_for_a_tokenizer_without_one_is_refused(source: Path) -> None:
+    for kind in ("ByteTokenizer", "NullTokenizer"):
+        with pytest.raises(DataError, match=f"{kind} takes no --tokenizer-model, found x"):
+            text_of(source, kind, "x")
+
+
 def test_another_tokenizer_takes_nothing_of_the_runs() -> None:
     data = small_config(
         tokenizer_type="SentencePieceTokenizer", tokenizer_model="old", vocab_size=VOCAB

@@ -93,6 +93,19 @@ def slow_data(rank: int, seconds: float) -> None:
     run.build_datasets = slow
 
 
+def slow_model(seconds: float) -> None:
+    """Make building the model take as long as that of a large one."""
+    import megafp8.train.run as run
+
+    build = run._build
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return build(*arguments)
+
+    run._build = slow
+
+
 def absent(rank: int) -> None:
     """Let one rank never come to the rendezvous, and the others give up soon."""
     from datetime import timedelta

@@ -141,11 +141,25 @@ def wanted_tracks(names: list[str], results: dict[str, dict[str, float]]) -> lis
 def main() -> int:
     """Run the tracks and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", type=Path, default=REPOSITORY / "runs/quickstart/data")
-    parser.add_argument("--iterations", type=int, default=300)
-    parser.add_argument("--ranks", type=int, choices=(1, 4), default=1, help="of `recipes`")
     parser.add_argument(
-        "--tracks", nargs="+", choices=(*GROUPS, *TRACKS), default=[BF16, "delayed-hybrid"]
+        "--data",
+        type=Path,
+        default=REPOSITORY / "runs/quickstart/data",
+        help="folder of the corpus of scripts/quickstart.sh (default: runs/quickstart/data)",
+    )
+    parser.add_argument(
+        "--iterations", type=int, default=300, help="of each track (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ranks", type=int, choices=(1, 4), default=1, help="of `recipes` (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tracks",
+        nargs="+",
+        choices=(*GROUPS, *TRACKS),
+        default=[BF16, "delayed-hybrid"],
+        metavar="TRACK",
+        help=f"what to train: groups ({', '.join(GROUPS)}) or tracks ({', '.join(TRACKS)})",
     )
     parser.add_argument("--results", type=Path, help="JSON file that keeps losses over calls")
     args, flags = parser.parse_known_args()

@@ -146,8 +146,10 @@ def kill_runs(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--kills", type=int, default=60, help="in all (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=1234, help="of the moments (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     layouts = [(2, False), (2, True), (4, False), (4, True)]
     with tempfile.TemporaryDirectory() as base:

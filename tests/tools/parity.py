@@ -145,8 +145,16 @@ def falls_enough(precision: str, references: dict[int, Curve]) -> bool:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--precision", nargs="+", choices=list(BOUNDS), default=list(BOUNDS))
-    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=list(BOUNDS),
+        default=list(BOUNDS),
+        help="what to compare (default: all)",
+    )
+    parser.add_argument(
+        "--iterations", type=int, default=20, help="of each run (default: %(default)s)"
+    )
     parser.add_argument("--write", type=Path, help="file to write the tables to")
     arguments = parser.parse_args(argv)
     pools = {4: Ranks(size=4, timeout=600.0), 8: Ranks(size=8, timeout=600.0)}

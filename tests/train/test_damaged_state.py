@@ -97,8 +97,11 @@ def test_a_window_of_an_impossible_shape_is_not_allocated(
     name = next(name for name in record.tensors if name.endswith(".amax_history"))
     entry = dataclasses.replace(record.tensors[name], shape=shape)
     record = dataclasses.replace(record, tensors={**record.tensors, name: entry})
-    with pytest.raises(CheckpointError, match=r"has shape .*, expected \[H\]"):
-        scale_targets(run.model.registry, record, run.mesh, reduced=True)
+    with pytest.raises(
+        CheckpointError,
+        match=r"iter_0000001/megafp8.json is damaged: .* has shape .*, expected \[H\]",
+    ):
+        scale_targets(run.model.registry, record, path, run.mesh, reduced=True)
 
 
 def test_a_folder_of_another_iteration_is_told(

@@ -1,6 +1,7 @@
 """Folders are found unusable, or another run's, before the first step."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from megafp8.checkpoint import CheckpointRecord, save_checkpoint
 from megafp8.checkpoint.agree import on_first_rank
+from megafp8.checkpoint.files import is_being_read
 from megafp8.errors import CheckpointError, PrecisionError
 from megafp8.train import folders
 from megafp8.train.folders import checkpoint_to_load, open_run_dir, open_save_dir
@@ -29,10 +31,17 @@ def test_a_fresh_run_does_not_touch_another_runs_checkpoints(tmp_path) -> None:
 def test_folders_that_cannot_be_written(tmp_path) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
-    with pytest.raises(CheckpointError, match=f"--run-dir {blocked}: FileExistsError"):
-        open_run_dir(small_config(run_dir=str(blocked)))
-    with pytest.raises(CheckpointError, match=f"saving to {blocked}"):
-        open_save_dir(small_config(save=str(blocked)), tmp_path, fresh=True)
+    for given in (blocked, blocked / "sub" / "folder"):
+        with pytest.raises(CheckpointError) as raised:
+            open_run_dir(small_config(run_dir=str(given)))
+        wrong = f"{blocked} is a file, expected a folder; give another"
+        assert str(raised.value) == f"--run-dir {given}: {wrong}"
+        with pytest.raises(CheckpointError) as raised:
+            open_save_dir(small_config(save=str(given)), tmp_path, fresh=True)
+        assert str(raised.value) == f"saving to {given}: {wrong}"
+    long = tmp_path / ("x" * 300)
+    with pytest.raises(CheckpointError, match=f"{long} cannot be written: File name too long"):
+        open_run_dir(small_config(run_dir=str(long)))
 
 
 def test_a_folder_of_partial_checkpoints_is_named_once(tmp_path) -> None:
@@ -45,7 +54,7 @@ def test_a_folder_of_partial_checkpoints_is_named_once(tmp_path) -> None:
         "another --save, or remove what is partial there"
     )
     with pytest.raises(CheckpointError) as raised:
-        checkpoint_to_load(small_config(load=str(tmp_path)))
+        checkpoint_to_load(small_config(load=str(tmp_path)), ExitStack())
     assert str(raised.value) == (
         f"--load: {tmp_path} holds no usable checkpoint, found iter_0000003; give another --load, "
         "or an empty directory to start fresh"
@@ -66,10 +75,18 @@ def test_an_empty_load_folder_starts_fresh_unless_told_otherwise(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, strict: str
 ) -> None:
     for folder, what in ((tmp_path, "holds no checkpoint"), (tmp_path / "no", "does not exist")):
-        assert checkpoint_to_load(small_config(load=str(folder))) is None
+        assert checkpoint_to_load(small_config(load=str(folder)), ExitStack()) is None
         assert f"--load {folder} {what}: training starts fresh" in caplog.text
     with pytest.raises(CheckpointError, match="found no checkpoint there, and --"):
-        checkpoint_to_load(small_config(load=str(tmp_path), **{strict: True}))
+        checkpoint_to_load(small_config(load=str(tmp_path), **{strict: True}), ExitStack())
+
+
+def test_what_load_found_is_kept_until_it_is_loaded(tmp_path: Path) -> None:
+    kept = complete_checkpoint(tmp_path, 4)
+    with ExitStack() as held:
+        assert checkpoint_to_load(small_config(load=str(tmp_path)), held) == kept
+        assert is_being_read(kept)
+    assert not is_being_read(kept)
 
 
 def test_jobs_that_try_a_folder_at_the_same_moment(tmp_path) -> None:

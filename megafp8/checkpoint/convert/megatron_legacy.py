@@ -32,6 +32,18 @@ _SPLIT = {
     ("linear_fc2", "weight"): 1,
 }
 
+# Settings that give the pipeline's stages different numbers of layers.
+_UNEVEN = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "standalone_embedding_stage",
+)
+
 
 def notes_of(optimizer: Collection[str], extra: Collection[str]) -> list[str]:
     """What of a checkpoint stays behind, a sentence each.
@@ -85,6 +97,7 @@ class LegacyTensors:
                     f"{folder}: {len(grid)} folders mp_rank_* (tensor parallel {tp}, pipeline "
                     f"{pp}), but args say {name}_model_parallel_size {wanted}"
                 )
+        _refuse_uneven_stages(folder, args, pp)
         self._parts: dict[str, list[Tensor]] = {}
         self._optimizer: set[str] = set()
         self._extra: set[str] = set()
@@ -169,6 +182,21 @@ def split_dim(name: str) -> int | None:
     """Dimension of a tensor that tensor parallelism splits."""
     module, _, kind = name.rpartition(".")
     return _SPLIT.get((module.rpartition(".")[2], kind))
+
+
+def _refuse_uneven_stages(folder: Path, args: Mapping[str, Any], pp: int) -> None:
+    """Layers are numbered within a stage's file: their global numbers need equal stages.
+
+    Raises:
+        CheckpointError: a setting says that stages differ, by its name.
+    """
+    for name in _UNEVEN if pp > 1 else ():
+        value = args.get(name)
+        if value is not None and value is not False:
+            raise CheckpointError(
+                f"{folder}: args.{name} is {value!r:.60}: its pipeline stages hold different "
+                "numbers of layers; save it with --ckpt-format torch_dist or without a pipeline"
+            )
 
 
 def _coordinates(path: Path) -> tuple[int, int]:
