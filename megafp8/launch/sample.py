@@ -11,7 +11,7 @@ from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.whole_model import load_model
 from megafp8.config.data import DataConfig
 from megafp8.config.shape import ModelShape
-from megafp8.data.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megafp8.data.tokenizers import TOKENIZER_TYPES, WITHOUT_MODEL, Tokenizer, build_tokenizer
 from megafp8.errors import CheckpointError, DataError
 from megafp8.evaluation import generate
 from megafp8.log import configure, get_logger
@@ -109,4 +109,6 @@ def with_tokenizer(
             values["vocab_size"] = vocab_size - 1  # it adds one for the end of a document
     if model is not None:
         values["tokenizer_model"] = model
+    elif kind is None and data.tokenizer_type in WITHOUT_MODEL:
+        values["tokenizer_model"] = None  # a run's, which earlier versions took and did not read
     return data.model_copy(update=values)

@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,39 @@ log = get_logger(__name__)
 def device_name(device: torch.device) -> str:
     """What the device calls itself."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@dataclass(frozen=True)
+class HeldFolders:
+    """What a run reads and writes, kept from other jobs.
+
+    Attributes:
+        run_dir: the run folder.
+        source: the checkpoint that `--load` means; None starts fresh.
+        release_source: no longer keeps `source` from being deleted, once it is loaded.
+        check_ours: raises a CheckpointError, on rank 0, once the folder of the checkpoints is
+            another job's all the same.
+    """
+
+    run_dir: Path
+    source: Path | None
+    release_source: Callable[[], None]
+    check_ours: Callable[[], None]
+
+
+@contextmanager
+def hold_folders(config: RunConfig) -> Generator[HeldFolders, None, None]:
+    """Find the folders of a run usable and keep other jobs out; a collective call.
+
+    Raises:
+        CheckpointError: on all ranks; one cannot be written, there is nothing usable to load
+            although something should be, or another job that lives saves there.
+    """
+    with ExitStack() as held:
+        source = checkpoint_to_load(config, held)
+        run_dir = open_run_dir(config)
+        with hold_save_dir(config, run_dir) as check_ours:
+            yield HeldFolders(run_dir, source, held.close, check_ours)
 
 
 def checkpoint_to_load(config: RunConfig, held: ExitStack) -> Path | None:

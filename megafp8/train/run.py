@@ -1,8 +1,7 @@
 """One training run, from a checked configuration to the last checkpoint."""
 
 import random
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,9 @@ from megafp8.parallel.watch import Watch
 from megafp8.precision import AuditLog, PrecisionPlan, build_plan, recipe_from_config
 from megafp8.train.batch_size import BatchSizeSchedule, total_iterations
 from megafp8.train.folders import (
-    checkpoint_to_load,
+    HeldFolders,
     device_name,
-    hold_save_dir,
-    open_run_dir,
+    hold_folders,
     open_save_dir,
     write_records,
 )
@@ -107,23 +105,8 @@ def _train(
     watch: Watch,
     choice: PrecisionChoice | None,
 ) -> int:
-    with ExitStack() as held:
-        source = checkpoint_to_load(config, held)
-        run_dir = open_run_dir(config)
-        with hold_save_dir(config, run_dir) as ours:
-            return _train_in(
-                config,
-                shape,
-                mesh,
-                datasets,
-                signals,
-                watch,
-                run_dir,
-                source,
-                choice,
-                ours,
-                held.close,
-            )
+    with hold_folders(config) as folders:
+        return _train_in(config, shape, mesh, datasets, signals, watch, choice, folders)
 
 
 def _train_in(
@@ -133,13 +116,11 @@ def _train_in(
     datasets: Datasets,
     signals: StopSignals,
     watch: Watch,
-    run_dir: Path,
-    source: Path | None,
     choice: PrecisionChoice | None,
-    ours: Callable[[], None],
-    loaded: Callable[[], None],
+    folders: HeldFolders,
 ) -> int:
-    """Train in this job's own folders: `ours` raises once they are not, `loaded` frees `source`."""
+    """Train in folders that are this job's alone."""
+    run_dir, source = folders.run_dir, folders.source
     _seed_default_generators(config.training.seed)
     plan = build_plan(config, shape, mesh.layout)
     model = _build(config, shape, plan, mesh)
@@ -148,7 +129,7 @@ def _train_in(
     state, certificate = TrainState(), None
     if source is not None:
         state, certificate = load_run(source, step, config, scaler)
-    loaded()
+    folders.release_source()
     save_dir = open_save_dir(config, run_dir, fresh=state.iteration == 0)
     backend = model.backend.record()
     manifest = write_records(config, plan, run_dir, mesh.world.device, backend, choice)
@@ -167,7 +148,7 @@ def _train_in(
             state,
             audit,
             folder=save_dir,
-            ours=ours,
+            ours=folders.check_ours,
             newest=source,
             manifest_sha256=manifest,
             vocab_size=shape.vocab_size,

@@ -92,6 +92,8 @@ def test_another_tokenizer_takes_nothing_of_the_runs() -> None:
     assert same.tokenizer_model == "old"
     other = sample.with_tokenizer(data, "HuggingFaceTokenizer", None, VOCAB)
     assert other.tokenizer_model is None
+    unread = data.model_copy(update={"tokenizer_type": "ByteTokenizer"})
+    assert sample.with_tokenizer(unread, None, None, VOCAB).tokenizer_model is None
 
 
 def test_a_folder_without_a_checkpoint_is_told_from_no_folder(tmp_path: Path) -> None:
