@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.data.tool_parser import ToolParser, folder, run_tool  # noqa: E402
+from megafp8.data.tool_parser import ToolParser, folder, positive, run_tool  # noqa: E402
 
 FORMATS = ("hf", "megatron", "megafp8")
 
@@ -30,10 +30,11 @@ def main() -> int:
     )
     parser.add_argument(
         "--make-vocab-size-divisible-by",
-        type=int,
+        type=positive,
+        metavar="N",
         help="padding of the vocabulary (128; a checkpoint's own is kept)",
     )
-    parser.add_argument("--seq-length", type=int, help="context in config.yaml")
+    parser.add_argument("--seq-length", type=positive, metavar="N", help="context in config.yaml")
     parser.add_argument("--max-shard-size", default="5GB", help="of one safetensors file")
     parser.add_argument(
         "--ignore-config-field", nargs="+", default=[], metavar="NAME", help="of config.json"
@@ -42,9 +43,6 @@ def main() -> int:
         "--config", type=Path, help="YAML of a Megatron model whose checkpoint has no args"
     )
     args = vars(parser.parse_args())
-    for name in ("make_vocab_size_divisible_by", "seq_length"):
-        if args[name] is not None and args[name] < 1:
-            parser.error(f"--{name.replace('_', '-')} {args[name]}: allowed a positive integer")
     args["ignore_config_fields"] = tuple(args.pop("ignore_config_field"))
 
     def work() -> list[str]:

@@ -72,6 +72,7 @@ ENCODE = ["--input", "in.jsonl", "--output-prefix", "out", "--tokenizer-type"]
             "stage: found 0, allowed a positive integer",
         ),
         ("convert_checkpoint", ["--form", "hf"], "--form: unknown option; did you mean --from"),
+        ("convert_checkpoint", ["--seq-length", "0"], "found 0, allowed a positive integer"),
         ("train_tokenizer", [*TRAIN, "--max-bytes", "0"], "found 0, allowed a positive integer"),
         ("train_tokenizer", [*TRAIN, "--max-bytes", "10MB"], "found '10MB', allowed an integer"),
         ("train_tokenizer", [*TRAIN, "--json-key", "a"], "did you mean --json-keys"),

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megafp8.checkpoint.tensor_file import bytes_view
 from megafp8.config.cli import load_config
 from megafp8.config.run import RunConfig
 from megafp8.config.shape import ModelShape
@@ -191,7 +192,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def digest(tensor: Tensor) -> str:
     """Return a short digest of shape, dtype and bytes."""
-    content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    content = bytes_view(tensor.contiguous()).numpy().tobytes()
     text = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
     return hashlib.sha256(text + content).hexdigest()[:16]
 
