@@ -1,8 +1,9 @@
-"""Logits of a checkpoint at any layout; functions for ranks, without transformers."""
+"""What tests of conversions share: logits at any layout (functions for ranks), and refusals."""
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +12,7 @@ from megafp8.checkpoint import find_checkpoint, load_tensors, read_record
 from megafp8.checkpoint.convert.run import ConvertOptions, convert
 from megafp8.checkpoint.whole_model import single_process_config
 from megafp8.config import RunConfig
+from megafp8.errors import CheckpointError
 from tests.model.small import start_run
 
 LENGTH, VOCAB = 64, 100
@@ -69,3 +71,12 @@ def logits(folder: str, tp: int, pp: int) -> Tensor | None:
 def all_logits(folders: dict[str, str], tp: int, pp: int) -> dict[str, Tensor | None]:
     """`logits` of several checkpoints, one after another."""
     return {name: logits(folder, tp, pp) for name, folder in folders.items()}
+
+
+def refused(folder: Path, match: str, target: str = "megafp8", **options: Any) -> None:
+    """Converting raises one line, and leaves nothing beside the source."""
+    before = sorted(folder.parent.iterdir())
+    with pytest.raises(CheckpointError, match=match) as caught:
+        run_convert("hf", target, folder, folder.parent / "out", **options)
+    assert "\n" not in str(caught.value)
+    assert sorted(folder.parent.iterdir()) == before
