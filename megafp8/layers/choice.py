@@ -12,7 +12,7 @@ from megafp8.errors import ConfigurationError, PrecisionError
 from megafp8.layers import apex, transformer_engine
 from megafp8.layers.backend import Backend
 from megafp8.layers.native import NativeBackend
-from megafp8.numerics import Recipe
+from megafp8.numerics import Recipe, cpu_products
 from megafp8.numerics.kernels import EAGER, KernelChoice, choose_kernels
 from megafp8.parallel.mesh import Mesh
 
@@ -95,6 +95,13 @@ def add_kernels(
     kernels = choose_kernels(asked, device)
     details = {**choice.details, "fp8_kernels": kernels.record()}
     return replace(choice, details=details), kernels
+
+
+def add_cpu_products(choice: BackendChoice, device: torch.device) -> BackendChoice:
+    """Record with the backend how a CPU multiplies BF16."""
+    if device.type != "cpu":
+        return choice
+    return replace(choice, details={**choice.details, "bf16_products": cpu_products().record()})
 
 
 def make_backend(

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from megafp8.layers.backend import LayerContext
 from megafp8.layers.parameters import local
+from megafp8.numerics import linear
 from megafp8.parallel.collectives import copy_to_group, gather_sequence
 
 
@@ -23,4 +24,4 @@ class OutputLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits for this rank's part of the vocabulary."""
         x = gather_sequence(x, self.tp) if self.sequence_parallel else copy_to_group(x, self.tp)
-        return x @ local(self.weight).t()
+        return linear(x, local(self.weight))

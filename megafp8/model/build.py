@@ -13,7 +13,13 @@ from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.config.user_buffers import user_buffer_options
 from megafp8.errors import ConfigurationError
 from megafp8.layers import LayerContext, ParameterFactory
-from megafp8.layers.choice import BackendChoice, add_kernels, choose_backend, make_backend
+from megafp8.layers.choice import (
+    BackendChoice,
+    add_cpu_products,
+    add_kernels,
+    choose_backend,
+    make_backend,
+)
 from megafp8.layers.parameters import local
 from megafp8.layers.rope import Rope, RopeScaling
 from megafp8.model.gpt import GPTStage
@@ -95,7 +101,8 @@ def build_model(
     dtype = DTYPES[config.precision.compute_dtype]
     registry = ScaleRegistry(recipe) if recipe is not None else None
     rope = _rope(config, mesh.world.device)
-    choice, kernels = add_kernels(choose_backend(config), config, mesh.world.device)
+    choice = add_cpu_products(choose_backend(config), mesh.world.device)
+    choice, kernels = add_kernels(choice, config, mesh.world.device)
     fp8_linears = plan.count("fp8")
     overlap = user_buffer_options(config, fp8_linears, len(plan.linears) - fp8_linears)
     backend = make_backend(choice, config, recipe, mesh, overlap)

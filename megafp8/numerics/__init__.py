@@ -17,6 +17,7 @@ from megafp8.numerics.granular import (
     weight_block,
 )
 from megafp8.numerics.hardware import fp8_hardware, recipe_hardware, writes_fp32
+from megafp8.numerics.matmul import cpu_products, linear, matmul, product_dtype
 from megafp8.numerics.payload import decode_row, encode_rows, sum_rows
 from megafp8.numerics.probe import missing_product
 from megafp8.numerics.quantize import QuantizedTensor, compute_amax, decode, quantize
@@ -39,6 +40,7 @@ __all__ = [
     "block_amax",
     "check_gemm_dims",
     "compute_amax",
+    "cpu_products",
     "decode",
     "decode_row",
     "dgrad",
@@ -46,7 +48,10 @@ __all__ = [
     "fp8_hardware",
     "fprop",
     "keep_decoded",
+    "linear",
+    "matmul",
     "missing_product",
+    "product_dtype",
     "quantize",
     "quantize_blocks",
     "quantize_tensor",

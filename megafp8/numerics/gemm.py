@@ -10,7 +10,8 @@ With one scale a tensor dy is cast once and feeds both backward products; other 
 each direction (`granular`). On CUDA with FP8 units `torch._scaled_mm` wants its first operand
 row-major and its second column-major: fprop needs no copy, dgrad one transposed copy of w, wgrad
 one of each operand, unless an operand brings its own (`hardware`). Elsewhere the codes are decoded
-to bf16 (exact) and multiplied with fp32 accumulation.
+(exact) to bf16, or to fp32 where a CPU multiplies that faster (`matmul`), and multiplied with fp32
+accumulation.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from megafp8.errors import PrecisionError
 from megafp8.numerics.hardware import native, native_mm
+from megafp8.numerics.matmul import product_dtype
 from megafp8.numerics.quantize import QuantizedTensor, decode, scale_blocks_
 
 # cuBLASLt's FP8 kernels take dimensions in multiples of 16. The rule holds on every device, so
@@ -72,7 +74,7 @@ def dgrad(
     if native(dy, w):
         return native_mm(dy, False, w, False, out_dtype, fast=False)
     if dy.decoded is None and dy.block is None:
-        dy.decoded = decode(dy.data)  # wgrad follows, decodes the same codes and takes this away
+        dy.decoded = _decode(dy)  # wgrad follows, decodes the same codes and takes this away
     (a, left), (b, right) = _operand(dy, 1, out_dtype), _operand(w, 0, out_dtype)
     return _decoded_mm(a, b, left, right, out_dtype)
 
@@ -105,10 +107,11 @@ def _decode(operand: QuantizedTensor) -> Tensor:
     then rounded once, after a sum in fp32, as hardware that scales its partial sums does it. Other
     factors would round a bf16 value; with them the operand is fp32.
     """
-    values = decode(operand.data)
+    dtype = product_dtype(torch.bfloat16, operand.data.device)
+    values = decode(operand.data, dtype)
     if operand.block is None or _is_factor(operand):
         return values
-    dtype = torch.bfloat16 if operand.power_of_2 else torch.float32
+    dtype = dtype if operand.power_of_2 else torch.float32
     return scale_blocks_(values.to(dtype), operand.scale_inv.to(dtype), operand.block)
 
 
@@ -149,7 +152,7 @@ def _decoded_mm(
         # alpha multiplies the fp32 accumulator: one rounding, and nothing to pay for the scaling
         # (a pass over y costs 0.11 ns per element). Reading a scalar is no sync on a CPU.
         alpha = math.prod(float(factor) for factor in factors)
-        return a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=alpha)
+        return a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=alpha).to(out_dtype)
     # Rounds once before scaling and once after; alpha would need the scale on the host.
     y = torch.mm(a, b).float()
     if left is not None:

@@ -115,11 +115,15 @@ def _scaled(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
     return hp.mul_(scale).clamp_(-fmt.max, fmt.max)
 
 
+# Two values as one integer, for tables of pairs.
+_PAIRS = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
+
+
 @cache
-def _pair_table(dtype: torch.dtype) -> Tensor:
-    """Return int32 [65536]: two FP8 codes read as one uint16 -> their two bf16 values (256 KiB)."""
+def _pair_table(codes: torch.dtype, values: torch.dtype) -> Tensor:
+    """Return [65536]: two FP8 codes read as one uint16 -> their two values (256 or 512 KiB)."""
     pairs = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
-    return pairs.view(dtype).to(torch.bfloat16).view(torch.int32)
+    return pairs.view(codes).to(values).view(_PAIRS[values])
 
 
 def decode(data: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -134,19 +138,17 @@ def decode(data: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     codes = data.contiguous().view(torch.uint8).view(-1)
     if codes.numel() % 2 or codes.storage_offset() % 2:
         return data.to(dtype)
-    values = torch.empty(data.shape, dtype=torch.bfloat16)
-    pairs = codes.view(torch.uint16)
-    if pairs.numel() <= CHUNK:
-        _look_up(pairs, data.dtype, values.view(-1).view(torch.int32))
-    else:
-        targets = values.view(-1).view(torch.int32).split(CHUNK)
-        for source, target in zip(pairs.split(CHUNK), targets, strict=True):
-            _look_up(source, data.dtype, target)
+    made = dtype if dtype in _PAIRS else torch.bfloat16
+    values = torch.empty(data.shape, dtype=made)
+    table, pairs = _pair_table(data.dtype, made), codes.view(torch.uint16)
+    targets = values.view(-1).view(_PAIRS[made]).split(CHUNK)
+    for source, target in zip(pairs.split(CHUNK), targets, strict=True):
+        _look_up(table, source, target)
     return values.to(dtype)
 
 
-def _look_up(pairs: Tensor, dtype: torch.dtype, out: Tensor) -> None:
-    table, threads = _pair_table(dtype), torch.get_num_threads()
+def _look_up(table: Tensor, pairs: Tensor, out: Tensor) -> None:
+    threads = torch.get_num_threads()
     if threads == 1 or pairs.numel() < CHUNK // 4 or pairs.numel() % threads:
         torch.index_select(table, 0, pairs.to(torch.int32), out=out)
         return

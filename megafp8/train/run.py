@@ -351,6 +351,9 @@ def _announce(
     kernels = model.backend.details.get("fp8_kernels")
     if kernels is not None:
         log.info("FP8 kernels: %s (%s)", kernels["chosen"], kernels["reason"])
+    products = model.backend.details.get("bf16_products")
+    if products is not None:
+        log.info("BF16 is multiplied in %s: %s", products["chosen"].upper(), products["reason"])
     log.info(
         "precision: %s, %d of %d linears in FP8; device %s; run folder %s",
         config.precision.compute_dtype,

@@ -19,6 +19,7 @@ from megafp8.numerics import (
     dgrad,
     fprop,
     keep_decoded,
+    matmul,
     quantize_blocks,
     weight_block,
 )
@@ -198,12 +199,12 @@ class GranularOperands(RegisteredOperands):
         """[m, k] @ [k, n] -> [m, n]."""
         assert w.fprop is not None
         if self.recipe.fake_quant:
-            return x.dequantize() @ w.fprop.dequantize().t()
+            return matmul(x.dequantize(), w.fprop.dequantize().t())
         return fprop(x, w.fprop)
 
     def dgrad(self, dy: QuantizedTensor, w: GranularWeight) -> Tensor:
         """[m, n] @ [n, k] -> [m, k]."""
         assert w.dgrad is not None
         if self.recipe.fake_quant:
-            return dy.dequantize() @ w.dgrad.dequantize()
+            return matmul(dy.dequantize(), w.dgrad.dequantize())
         return dgrad(dy, w.dgrad)

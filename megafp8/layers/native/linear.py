@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
@@ -35,7 +34,7 @@ from megafp8.layers.native.operands import (
     TensorwiseOperands,
 )
 from megafp8.layers.parameters import accumulate_gradient, gradient_like, local
-from megafp8.numerics import E4M3, Fp8Format
+from megafp8.numerics import E4M3, Fp8Format, linear
 from megafp8.parallel.collectives import LINEAR_KINDS, Pending
 from megafp8.parallel.fp8_weights import WeightCast
 
@@ -154,11 +153,11 @@ class HighPrecisionLinear(_TensorParallelLinear):
         self.operands = HighPrecisionOperands(self.tp, context.compute_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the base; without tensor parallelism and deferral this is `F.linear`."""
+        """As the base; without tensor parallelism and deferral one plain product."""
         if self.tp.size > 1 or self.deferred is not None:
             return super().forward(x)
         bias = local(self.bias).flatten() if self.bias is not None else None
-        return F.linear(x, local(self.weight).flatten(0, -2), bias)
+        return linear(x, local(self.weight).flatten(0, -2), bias)
 
 
 FP8_OPERANDS: dict[str, type[Fp8Operands] | type[GranularOperands]] = {

@@ -21,6 +21,7 @@ from megafp8.numerics import (
     dgrad,
     fprop,
     keep_decoded,
+    matmul,
     wgrad,
 )
 from megafp8.numerics.granular import Axis
@@ -107,15 +108,15 @@ class HighPrecisionOperands:
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
         """[m, k] @ [k, n] -> [m, n]."""
-        return x @ w.t()
+        return matmul(x, w.t())
 
     def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
         """[m, n] @ [n, k] -> [m, k]."""
-        return dy @ w
+        return matmul(dy, w)
 
     def wgrad(self, dy: Tensor, x: Tensor) -> Tensor:
         """[n, m] @ [m, k] -> [n, k]."""
-        return dy.t() @ x
+        return matmul(dy.t(), x)
 
 
 class RegisteredOperands:
@@ -153,9 +154,9 @@ class RegisteredOperands:
         """[n, m] @ [m, k] -> [n, k], FP8 or both operands in high precision."""
         if isinstance(dy, Tensor) or isinstance(x, Tensor):
             assert isinstance(dy, Tensor) and isinstance(x, Tensor)
-            return dy.t() @ x
+            return matmul(dy.t(), x)
         if self.recipe.fake_quant:
-            return dy.dequantize().t() @ x.dequantize()
+            return matmul(dy.dequantize().t(), x.dequantize())
         return wgrad(dy, x, self.wgrad_dtype)
 
 
@@ -253,13 +254,13 @@ class Fp8Operands(RegisteredOperands):
     def fprop(self, x: QuantizedTensor, w: QuantizedTensor) -> Tensor:
         """[m, k] @ [k, n] -> [m, n]."""
         if self.recipe.fake_quant:
-            return x.dequantize() @ w.dequantize().t()
+            return matmul(x.dequantize(), w.dequantize().t())
         return fprop(x, w)
 
     def dgrad(self, dy: QuantizedTensor, w: QuantizedTensor) -> Tensor:
         """[m, n] @ [n, k] -> [m, k]."""
         if self.recipe.fake_quant:
-            return dy.dequantize() @ w.dequantize()
+            return matmul(dy.dequantize(), w.dequantize())
         return dgrad(dy, w)
 
 
