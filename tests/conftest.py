@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from tests.support.fixtures import ranks  # noqa: F401
+from tests.support.fixtures import each_cpu, ranks  # noqa: F401
 
 
 def pytest_configure() -> None:

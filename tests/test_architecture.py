@@ -32,7 +32,7 @@ MAY_READ_ENVIRONMENT = (
     "parallel/startup.py",
     "layers/transformer_engine/",
     "launch/",
-    "numerics/matmul.py",  # what oneDNN, too, takes from there: which units it may use
+    "numerics/products.py",  # what oneDNN, too, takes from there: which units it may use
 )
 ADAPTERS = {"transformer_engine": "layers/transformer_engine/", "apex": "layers/apex/"}
 HEAVY = ("torch", "numpy")

@@ -97,7 +97,7 @@ def add_kernels(
     return replace(choice, details=details), kernels
 
 
-def add_cpu_products(choice: BackendChoice, device: torch.device) -> BackendChoice:
+def record_products(choice: BackendChoice, device: torch.device) -> BackendChoice:
     """Record with the backend how a CPU multiplies BF16."""
     if device.type != "cpu":
         return choice

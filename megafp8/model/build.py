@@ -15,10 +15,10 @@ from megafp8.errors import ConfigurationError
 from megafp8.layers import LayerContext, ParameterFactory
 from megafp8.layers.choice import (
     BackendChoice,
-    add_cpu_products,
     add_kernels,
     choose_backend,
     make_backend,
+    record_products,
 )
 from megafp8.layers.parameters import local
 from megafp8.layers.rope import Rope, RopeScaling
@@ -100,9 +100,9 @@ def build_model(
     layout = mesh.layout
     dtype = DTYPES[config.precision.compute_dtype]
     registry = ScaleRegistry(recipe) if recipe is not None else None
-    rope = _rope(config, mesh.world.device)
-    choice = add_cpu_products(choose_backend(config), mesh.world.device)
-    choice, kernels = add_kernels(choice, config, mesh.world.device)
+    device = mesh.world.device
+    rope = _rope(config, device)
+    choice, kernels = add_kernels(record_products(choose_backend(config), device), config, device)
     fp8_linears = plan.count("fp8")
     overlap = user_buffer_options(config, fp8_linears, len(plan.linears) - fp8_linears)
     backend = make_backend(choice, config, recipe, mesh, overlap)
@@ -130,7 +130,7 @@ def build_model(
         )
         queues.append(queue)
     if registry is not None:
-        registry.finalize(mesh.world.device)
+        registry.finalize(device)
     parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
     _check_built(shape, parameters, mesh)
     tp_sequence = layout.tp if layout.sequence_parallel else 1

@@ -17,9 +17,9 @@ from megafp8.numerics.granular import (
     weight_block,
 )
 from megafp8.numerics.hardware import fp8_hardware, recipe_hardware, writes_fp32
-from megafp8.numerics.matmul import cpu_products, linear, matmul, product_dtype
 from megafp8.numerics.payload import decode_row, encode_rows, sum_rows
 from megafp8.numerics.probe import missing_product
+from megafp8.numerics.products import cpu_products, linear, matmul, product_dtype
 from megafp8.numerics.quantize import QuantizedTensor, compute_amax, decode, quantize
 from megafp8.numerics.recipe import CORE_ROLES, RECIPE_NAMES, ROLES, Recipe, Role
 from megafp8.numerics.registry import ScaleRegistry

@@ -10,8 +10,7 @@ With one scale a tensor dy is cast once and feeds both backward products; other 
 each direction (`granular`). On CUDA with FP8 units `torch._scaled_mm` wants its first operand
 row-major and its second column-major: fprop needs no copy, dgrad one transposed copy of w, wgrad
 one of each operand, unless an operand brings its own (`hardware`). Elsewhere the codes are decoded
-(exact) to bf16, or to fp32 where a CPU multiplies that faster (`matmul`), and multiplied with fp32
-accumulation.
+(exact) to bf16, or to fp32 where a CPU multiplies that faster (`products`), and summed in fp32.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from megafp8.errors import PrecisionError
 from megafp8.numerics.hardware import native, native_mm
-from megafp8.numerics.matmul import product_dtype
+from megafp8.numerics.products import product_dtype
 from megafp8.numerics.quantize import QuantizedTensor, decode, scale_blocks_
 
 # cuBLASLt's FP8 kernels take dimensions in multiples of 16. The rule holds on every device, so

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from megafp8.layers.attention import AttentionOptions, SelfAttention
+from megafp8.layers.backend import CoreOptions
 from megafp8.layers.dropout import MicroBatchKey
 from megafp8.layers.native import NativeBackend
-from megafp8.layers.native.attention_core import window_mask
+from megafp8.layers.native.attention_core import SdpaCore, window_mask
 from megafp8.layers.rope import Rope
 from tests.model.small import layer_context, randomize, small_config
 
@@ -187,3 +188,26 @@ def test_recomputed_core_is_bit_equal():
         results.append([y, x.grad, *(p.grad.to_local() for p in attention.parameters())])
     for plain, recomputed in zip(*results, strict=True):
         assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize("dim", [8, 64])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_core_in_bf16_rounds_its_result_once_more_at_most(
+    each_cpu: str, dim: int, dropout: float
+) -> None:
+    """Whatever it multiplies in: the result and the gradients are BF16's, and near the exact."""
+    core = SdpaCore(
+        CoreOptions("decoder.layers.0.self_attention.core_attention", 2, 1, dim, dropout, None)
+    )
+    shapes = [(SEQUENCE, 3, heads, dim) for heads in (2, 1, 1)]
+    given = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+    exact = [t.detach().float().requires_grad_() for t in given]
+    key = MicroBatchKey(7, 0, dropout > 0, True)
+    found, wanted = core(*given, key), core(*exact, key)
+    dy = torch.randn(found.shape).bfloat16()
+    found.backward(dy)
+    wanted.backward(dy.float())
+    pairs = [(found, wanted), *((t.grad, e.grad) for t, e in zip(given, exact, strict=True))]
+    for mine, theirs in pairs:
+        assert mine is not None and theirs is not None and mine.dtype == torch.bfloat16
+        assert (mine.float() - theirs).norm() <= 2.0**-7 * theirs.norm()

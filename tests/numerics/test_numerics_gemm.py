@@ -58,7 +58,7 @@ SIZES = [(16, 16, 16), (48, 64, 32), (256, 128, 192), (16, 512, 16), (512, 256, 
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_products_are_a_single_rounding_of_the_exact_result(size) -> None:
+def test_products_are_a_single_rounding_of_the_exact_result(size, each_cpu: str) -> None:
     for name, (found, expected) in products(*operands(*size)).items():
         assert found.dtype == torch.bfloat16 and found.shape == expected.shape, name
         ulp = np.exp2(np.floor(np.log2(np.abs(expected).clip(1e-30))) - 7)
@@ -70,7 +70,7 @@ def test_products_are_a_single_rounding_of_the_exact_result(size) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_power_of_two_scales_give_the_rounded_exact_product(size) -> None:
+def test_power_of_two_scales_give_the_rounded_exact_product(size, each_cpu: str) -> None:
     """A coarse grid keeps every partial sum exact in fp32, so that only the last rounding acts."""
     m, k, n = size
     grid = lambda *shape: torch.randint(-8, 9, shape).to(torch.bfloat16) / 4  # noqa: E731
@@ -115,10 +115,11 @@ def test_nan_codes_reach_the_result() -> None:
     assert y[3].isnan().all() and y[torch.arange(16) != 3].isfinite().all()
 
 
-def test_decoded_operands_are_kept_and_given_back() -> None:
+def test_decoded_operands_are_kept_and_given_back(each_cpu: str) -> None:
     x, w, dy = operands(32, 48, 64)
     keep_decoded(w)
-    assert w.decoded is not None and w.decoded.dtype == torch.bfloat16
+    kept = {"bf16": torch.bfloat16, "fp32": torch.float32}[each_cpu]
+    assert w.decoded is not None and w.decoded.dtype == kept
     first = dgrad(dy, w)
     assert dy.decoded is not None  # for the wgrad that follows
     dw = wgrad(dy, x)

@@ -69,8 +69,7 @@ def choose_products(flags: set[str], limit: str, onednn: bool) -> Bf16Products:
     """
     units = [name for name in _UNITS if name in flags]
     if not units:
-        widest = next((name for name in ("avx512_f", "avx2") if name in flags), "no AVX2")
-        return Bf16Products("fp32", f"the CPU has no BF16 units ({widest} alone)")
+        return Bf16Products("fp32", f"the CPU has none of {', '.join(_UNITS)}")
     if not onednn:
         return Bf16Products("fp32", f"{units[0]} is there, but this torch was built without oneDNN")
     if limit.upper() in _ISA_WITHOUT_BF16:
