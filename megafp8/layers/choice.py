@@ -97,9 +97,9 @@ def add_kernels(
     return replace(choice, details=details), kernels
 
 
-def record_products(choice: BackendChoice, device: torch.device) -> BackendChoice:
-    """Record with the backend how a CPU multiplies BF16."""
-    if device.type != "cpu":
+def add_products(choice: BackendChoice, dtype: torch.dtype, device: torch.device) -> BackendChoice:
+    """Record with the backend how a CPU multiplies BF16, in a run that computes in it."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
         return choice
     return replace(choice, details={**choice.details, "bf16_products": cpu_products().record()})
 

@@ -16,9 +16,9 @@ from megafp8.layers import LayerContext, ParameterFactory
 from megafp8.layers.choice import (
     BackendChoice,
     add_kernels,
+    add_products,
     choose_backend,
     make_backend,
-    record_products,
 )
 from megafp8.layers.parameters import local
 from megafp8.layers.rope import Rope, RopeScaling
@@ -97,12 +97,12 @@ def build_model(
         PrecisionError: the backend that is asked for cannot be used here.
         ConfigurationError: the parameters built, summed over pipeline ranks, are not the model's.
     """
-    layout = mesh.layout
+    layout, device = mesh.layout, mesh.world.device
     dtype = DTYPES[config.precision.compute_dtype]
     registry = ScaleRegistry(recipe) if recipe is not None else None
-    device = mesh.world.device
     rope = _rope(config, device)
-    choice, kernels = add_kernels(record_products(choose_backend(config), device), config, device)
+    choice = add_products(choose_backend(config), dtype, device)
+    choice, kernels = add_kernels(choice, config, device)
     fp8_linears = plan.count("fp8")
     overlap = user_buffer_options(config, fp8_linears, len(plan.linears) - fp8_linears)
     backend = make_backend(choice, config, recipe, mesh, overlap)
