@@ -106,7 +106,6 @@ def build_model(
     fp8_linears = plan.count("fp8")
     overlap = user_buffer_options(config, fp8_linears, len(plan.linears) - fp8_linears)
     backend = make_backend(choice, config, recipe, mesh, overlap)
-
     reductions: list[Fp8ReduceScatter] = []
     fp32_wgrad = _fp32_weight_gradients(recipe, choice, mesh)
 
