@@ -15,6 +15,7 @@ import pytest
 
 from megafp8.checkpoint.lock import LOCK_NAME, FolderLock, _host, _start_time
 from megafp8.errors import CheckpointError
+from tests.support.limits import PATIENCE_S
 
 
 def quick(folder: Path) -> FolderLock:
@@ -47,7 +48,7 @@ def test_the_second_is_refused_until_the_first_lets_go(tmp_path: Path) -> None:
 def test_the_owner_keeps_giving_signs_of_life(tmp_path: Path) -> None:
     lock = quick(tmp_path)
     lock.acquire()
-    limit = time.monotonic() + 10.0
+    limit = time.monotonic() + PATIENCE_S
     while owner(tmp_path)["beat"] < 2:
         assert time.monotonic() < limit
         time.sleep(0.02)
@@ -207,7 +208,7 @@ def test_a_lock_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
     lock.acquire()
     lock.check()
     write_owner(tmp_path, host="node7", pid=99)
-    limit = time.monotonic() + 10.0
+    limit = time.monotonic() + PATIENCE_S
     while not lock.lost:
         assert time.monotonic() < limit
         time.sleep(0.02)
@@ -218,7 +219,7 @@ def test_a_lock_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 10.0
+    limit = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.02)

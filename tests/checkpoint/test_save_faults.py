@@ -22,6 +22,7 @@ from megafp8.checkpoint.writing import ChecksumStream, ShardWriter
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import record
 from tests.support.disks import small_disk
+from tests.support.limits import PATIENCE_S
 from tests.support.ranks import Ranks
 
 
@@ -201,7 +202,7 @@ def test_sigkill_while_saving(tmp_path: Path) -> None:
         root = tmp_path / str(attempt)
         process = context.Process(target=save_for_ever, args=(str(root),))
         process.start()
-        limit = time.monotonic() + 30.0
+        limit = time.monotonic() + PATIENCE_S
         while not (root / "latest").exists():
             assert process.is_alive() and time.monotonic() < limit
             time.sleep(0.001)

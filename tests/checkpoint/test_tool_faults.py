@@ -26,6 +26,7 @@ from tests.checkpoint.hand_made import make_folder
 from tests.checkpoint.made import make_source
 from tests.checkpoint.tool_runs import TOOLS, for_ever, interrupted, reshard
 from tests.support.disks import remount, small_disk
+from tests.support.limits import PATIENCE_S
 
 KILLS = 3
 
@@ -149,7 +150,7 @@ def started(function: Callable[..., None], *args: Any) -> Any:
 
 
 def wait_for(path: Path, process: Any) -> None:
-    limit = time.monotonic() + 60.0
+    limit = time.monotonic() + PATIENCE_S
     while not path.exists():
         assert process.is_alive() and time.monotonic() < limit, path
         time.sleep(0.001)

@@ -1,7 +1,8 @@
 """Training at every layout follows training on one rank: losses, gradient norms, precision plans.
 
-Each layout runs by default, with as many iterations as the time allows; the marker `slow` has all
-20 everywhere, and eight ranks. `tests/tools/parity.py` writes the same figures as a table.
+Each layout runs by default, a few iterations of half the batch; the marker `slow` has the preset's
+batch and 20 iterations everywhere, and eight ranks. `tests/tools/parity.py` writes the same figures
+as a table.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,13 +22,12 @@ from tests.support.layouts import (
 )
 from tests.support.ranks import Ranks
 
-ITERATIONS = {"fp32": 20, "bf16": 2, "fp8": 6}
-# Four processes on two cores wait for one another in every tensor-parallel collective: 20
-# iterations take 25 s where two ranks take 6.
-COSTLY = {"tp4 + sp": 3}
+ITERATIONS = {"fp32": 4, "bf16": 2, "fp8": 4}
+# Half the preset's: at least two micro-batches for every rank, and one for each of four stages.
+HALF = ("--global-batch-size", "8")
 SMALL = [case for case in CASES if case.world_size <= 4]
 LARGE = [case for case in CASES if case.world_size > 4]
-Reference = Callable[[str, LayoutCase], Curve]
+Reference = Callable[..., Curve]
 
 
 def name_of(case: LayoutCase) -> str:
@@ -36,14 +36,14 @@ def name_of(case: LayoutCase) -> str:
 
 @pytest.fixture(scope="module")
 def reference(ranks: Ranks) -> Reference:
-    """20 iterations on one rank, run once for each precision and model."""
-    known: dict[tuple[str, int], Curve] = {}
+    """Iterations on one rank, run once for each command line and number."""
+    known: dict[tuple[object, ...], Curve] = {}
 
-    def curve(precision: str, case: LayoutCase) -> Curve:
-        key = precision, case.num_layers
+    def curve(precision: str, case: LayoutCase, iterations: int, *more: str) -> Curve:
+        flags = reference_case(case).command(precision, *more)
+        key = (*flags, iterations)
         if key not in known:
-            flags = reference_case(case).command(precision)
-            known[key] = ranks.run(train_curve, world_size=1, flags=flags, iterations=20)[0]
+            known[key] = ranks.run(train_curve, world_size=1, flags=flags, iterations=iterations)[0]
         return known[key]
 
     return curve
@@ -51,17 +51,24 @@ def reference(ranks: Ranks) -> Reference:
 
 @pytest.fixture(scope="module")
 def eight() -> Iterator[Ranks]:
-    pool = Ranks(size=8, timeout=300.0)
+    pool = Ranks(size=8)
     yield pool
     pool.close()
 
 
-def check(ranks: Ranks, case: LayoutCase, precision: str, iterations: int, wanted: Curve) -> None:
+def check(
+    ranks: Ranks,
+    reference: Reference,
+    case: LayoutCase,
+    precision: str,
+    iterations: int,
+    *more: str,
+) -> None:
+    wanted = reference(precision, case, iterations, *more)
     curves = ranks.run(
         train_curve,
         world_size=case.world_size,
-        timeout=300.0,
-        flags=case.command(precision),
+        flags=case.command(precision, *more),
         iterations=min(iterations, case.iterations),
     )
     for curve in curves[1:]:  # what is reported is the same number on every rank
@@ -77,8 +84,7 @@ def check(ranks: Ranks, case: LayoutCase, precision: str, iterations: int, wante
 def test_layout_equals_one_rank(
     ranks: Ranks, reference: Reference, case: LayoutCase, precision: str
 ) -> None:
-    iterations = ITERATIONS[precision] // COSTLY.get(case.name, 1) or 1
-    check(ranks, case, precision, iterations, reference(precision, case))
+    check(ranks, reference, case, precision, ITERATIONS[precision], *HALF)
 
 
 @pytest.mark.slow
@@ -87,7 +93,7 @@ def test_layout_equals_one_rank(
 def test_layout_equals_one_rank_over_20_iterations(
     ranks: Ranks, reference: Reference, case: LayoutCase, precision: str
 ) -> None:
-    check(ranks, case, precision, 20, reference(precision, case))
+    check(ranks, reference, case, precision, 20)
 
 
 @pytest.mark.slow
@@ -96,13 +102,13 @@ def test_layout_equals_one_rank_over_20_iterations(
 def test_layout_of_eight_ranks_equals_one_rank(
     eight: Ranks, reference: Reference, case: LayoutCase, precision: str
 ) -> None:
-    check(eight, case, precision, 20, reference(precision, case))
+    check(eight, reference, case, precision, 20)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_the_model_learns(reference: Reference, precision: str) -> None:
     """Equal curves of runs that learn nothing would prove little."""
-    losses = reference(precision, SMALL[0]).losses
+    losses = reference(precision, SMALL[0], 20, *HALF).losses
     assert losses[0] - losses[-1] >= 1.0, losses
 
 

@@ -83,8 +83,8 @@ def uninterrupted(flags: tuple[str, ...], at: int, iterations: int, save: str) -
 @pytest.mark.parametrize(
     ("size", "flags", "half"),
     [
-        (4, (*PARITY, *BATCH, *degrees(2, 2, SP)), 10),
-        (2, (*PARITY, *BATCH, *degrees()), 10),
+        (4, (*PARITY, *BATCH, *degrees(2, 2, SP)), 3),
+        (2, (*PARITY, *BATCH, *degrees()), 3),
         (4, (*PARITY, *HALF, *DROPOUT, *degrees(2, 2, SP)), 3),
         (2, (*PARITY, *HALF, *DROPOUT, *degrees()), 3),
         (2, (*PARITY, *HALF, *DROPOUT, *degrees(2, 1)), 3),

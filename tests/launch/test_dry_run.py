@@ -1,7 +1,6 @@
 """The dry run: numbers that can be checked by hand, for every preset."""
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -34,9 +33,7 @@ def test_every_preset_file_is_known() -> None:
 
 @pytest.mark.parametrize(("name", "world_size"), PRESETS.items())
 def test_presets(capsys: pytest.CaptureFixture[str], name: str, world_size: int) -> None:
-    started = time.monotonic()
     text = dry_run(capsys, name, f"--world-size {world_size}")
-    assert time.monotonic() - started < 10
     assert f"world size {world_size} = tp " in text
     config = load_config(["--config", str(CONFIGS / f"{name}.yaml")])
     assert config.model.hidden_dropout == config.model.attention_dropout == 0.0

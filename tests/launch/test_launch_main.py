@@ -9,6 +9,7 @@ import pytest
 
 from megafp8.errors import CheckpointError, DataError, TrainingError
 from megafp8.launch.main import main
+from tests.support.limits import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PARITY = ["--config", str(ROOT / "scripts" / "configs" / "parity.yaml")]
@@ -130,7 +131,7 @@ def test_torchrun_shows_the_line_once() -> None:
         script,
     ]
     result = subprocess.run(
-        [*command, "--nope"], capture_output=True, text=True, timeout=100, check=False
+        [*command, "--nope"], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert result.returncode == 1
     lines = [line for line in result.stderr.splitlines() if line.startswith(PREFIX)]
@@ -189,7 +190,7 @@ def test_nothing_heavy_is_imported_before_training(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=True,
     )
     assert result.stdout.splitlines()[-1] == f"heavy [] {code}"
@@ -200,14 +201,14 @@ def test_nothing_heavy_is_imported_before_training(
 def test_the_script_itself_and_a_closed_pipe() -> None:
     command = [sys.executable, str(ROOT / "pretrain_gpt.py")]
     result = subprocess.run(
-        [*command, "--nope"], capture_output=True, text=True, timeout=60, check=False
+        [*command, "--nope"], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert result.returncode == 2 and result.stderr.startswith(PREFIX + "--nope")
     piped = subprocess.run(
         ["bash", "-c", f"{' '.join(command)} --help | head -1"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=True,
     )
     assert piped.stdout.startswith("usage:") and piped.stderr == ""

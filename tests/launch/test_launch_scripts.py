@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = "scripts/pretrain_llama3_8b.sh"
 SLURM = "scripts/slurm/pretrain.sbatch"
@@ -16,7 +18,11 @@ GIVEN |= {"SLURM_JOB_NAME": "job"}
 def run(script: str, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **variables}
     return subprocess.run(
-        ["bash", str(ROOT / script)], env=environment, capture_output=True, text=True, timeout=60
+        ["bash", str(ROOT / script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
 
 
@@ -59,7 +65,7 @@ def test_variables_that_do_not_do(script: str, variables: dict[str, str], line: 
 def test_a_check_of_a_variable_that_is_not_set(check: str) -> None:
     """Not in bash's own words, which `set -u` would end with."""
     words = ["bash", "-uc", f"source {ROOT}/scripts/checks.sh; {check}"]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
     assert ended.stderr.startswith("bash: X") and "unbound" not in ended.stderr
 

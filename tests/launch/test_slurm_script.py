@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "slurm" / "pretrain.sbatch"
 
@@ -57,7 +59,7 @@ def start(tmp_path: Path, **more: str) -> subprocess.Popen[str]:
 
 
 def wait_for(path: Path) -> None:
-    limit = time.monotonic() + 30.0
+    limit = time.monotonic() + PATIENCE_S
     while not path.exists():
         assert time.monotonic() < limit, path
         time.sleep(0.01)
@@ -68,7 +70,7 @@ def test_a_notice_saves_and_queues_the_job_again(tmp_path: Path, number: int) ->
     job = start(tmp_path, SAVES="yes")
     wait_for(tmp_path / "pid")
     job.send_signal(number)
-    output, _ = job.communicate(timeout=30)
+    output, _ = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 0, output
     assert (tmp_path / "log").read_text() == "scancel --signal=USR1 4242\nrequeue 4242\n"
     assert "saved iter_0000007; job 4242 is queued again" in output
@@ -86,7 +88,7 @@ def test_a_second_notice_does_not_disturb_the_save(tmp_path: Path) -> None:
     job.send_signal(signal.SIGUSR1)
     wait_for(tmp_path / "log")
     job.send_signal(signal.SIGTERM)
-    output, _ = job.communicate(timeout=30)
+    output, _ = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 0 and output.count("asked to stop") == 1, output
     assert (tmp_path / "log").read_text() == "scancel --signal=USR1 4242\nrequeue 4242\n"
 
@@ -95,7 +97,7 @@ def test_a_job_that_saved_nothing_is_not_queued_again(tmp_path: Path) -> None:
     job = start(tmp_path)
     wait_for(tmp_path / "pid")
     job.send_signal(signal.SIGUSR1)
-    output, _ = job.communicate(timeout=30)
+    output, _ = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 1 and "not queued again" in output
     assert "requeue" not in (tmp_path / "log").read_text()
 
@@ -103,6 +105,6 @@ def test_a_job_that_saved_nothing_is_not_queued_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", ["0", "2"])
 def test_a_run_that_ends_by_itself_ends_the_job(tmp_path: Path, code: str) -> None:
     job = start(tmp_path, ENDS=code)
-    output, _ = job.communicate(timeout=30)
+    output, _ = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == int(code), output
     assert not (tmp_path / "log").exists()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megafp8.errors import PeerError
 from megafp8.parallel.watch import Watch, _broken_collective
+from tests.support.limits import PATIENCE_S
 
 TIMED_OUT = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation"
 CLOSED = "[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
@@ -130,7 +131,7 @@ def test_a_failure_is_told_by_a_rank_whose_main_thread_waits_on(
     """As in a wait for a GPU, which NCCL's watchdog ends together with the process."""
     with caplog.at_level(logging.ERROR, logger="megafp8"):
         leave(three[2], ValueError("planted"))
-        limit = time.monotonic() + 10.0
+        limit = time.monotonic() + PATIENCE_S
         while not caplog.records:
             assert time.monotonic() < limit
             time.sleep(0.02)

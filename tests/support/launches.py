@@ -20,6 +20,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.limits import PATIENCE_S
 from tests.support.ranks import _PRELOAD
 
 # One block of 32 channels: an iteration of two ranks takes a few hundredths of a second.
@@ -33,7 +34,7 @@ TINY = (
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "51", "--lr", "1e-3"),
     *("--micro-batch-size", "1", "--global-batch-size", "4", "--log-interval", "1"),
     *("--bf16", "--fp8-format", "hybrid", "--fp8-amax-history-len", "2"),
-    *("--distributed-timeout-minutes", "0.4"),
+    *("--distributed-timeout-minutes", "3"),
 )
 
 
@@ -76,7 +77,7 @@ class Run:
             process.start()
             self.processes.append(process)
 
-    def wait(self, timeout: float = 60.0) -> list[int]:
+    def wait(self, timeout: float = PATIENCE_S) -> list[int]:
         """Exit codes by rank; a killed one has the negative signal number.
 
         Raises:
@@ -89,7 +90,7 @@ class Run:
         assert None not in codes, f"{codes} after {timeout:g} s:\n{self.text()}"
         return [code for code in codes if code is not None]
 
-    def wait_for(self, text: str, rank: int = 0, timeout: float = 60.0) -> None:
+    def wait_for(self, text: str, rank: int = 0, timeout: float = PATIENCE_S) -> None:
         """Wait until a rank has printed a text."""
         limit = time.monotonic() + timeout
         while text not in self.output(rank):
@@ -140,7 +141,7 @@ def launched(
         run.kill()
 
 
-def train(size: int, argv: Sequence[str], folder: Path, timeout: float = 60.0) -> Run:
+def train(size: int, argv: Sequence[str], folder: Path, timeout: float = PATIENCE_S) -> Run:
     """A run to its end, which must be a good one."""
     with launched(size, argv, folder) as run:
         codes = run.wait(timeout)

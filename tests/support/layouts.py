@@ -267,10 +267,10 @@ class LayoutCase:
     num_layers: int = 4
     iterations: int = 20
 
-    def command(self, precision: str) -> tuple[str, ...]:
-        """Return the command line of the run."""
+    def command(self, precision: str, *more: str) -> tuple[str, ...]:
+        """Return the command line of the run, with more flags if given."""
         layers = ("--num-layers", str(self.num_layers))
-        return (*PARITY, *PRECISIONS[precision], *layers, *self.flags)
+        return (*PARITY, *PRECISIONS[precision], *layers, *self.flags, *more)
 
 
 SP = "--sequence-parallel"

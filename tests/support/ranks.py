@@ -37,6 +37,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.support.limits import PATIENCE_S
+
 _PRELOAD = [
     "numpy",
     "pydantic",
@@ -72,7 +74,7 @@ class Ranks:
         timeout: Seconds after which a `run` is given up, unless it says otherwise.
     """
 
-    def __init__(self, size: int = 4, timeout: float = 60.0) -> None:
+    def __init__(self, size: int = 4, timeout: float = PATIENCE_S) -> None:
         self.size = size
         self.timeout = timeout
         self._workers: list[_Worker] = []

@@ -12,6 +12,6 @@ def te_ranks() -> Iterator[Ranks]:
     reason = te_cpu.missing()
     if reason is not None:
         pytest.skip(reason)
-    pool = Ranks(size=4, timeout=120)
+    pool = Ranks(size=4)
     yield pool
     pool.close()

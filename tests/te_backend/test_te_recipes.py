@@ -22,6 +22,7 @@ from megafp8.numerics import E4M3, E5M2, Recipe
 from tests.model.small import FP8, GPT2, layer_context, small_config
 from tests.support import te_cpu
 from tests.support.layouts import PARITY, ROOT, SP, degrees
+from tests.support.limits import PATIENCE_S
 from tests.support.ranks import Ranks
 from tests.support.te_runs import SMALL, TE, start_te, te_curve, train
 
@@ -315,7 +316,9 @@ def test_stand_in_device_answers_as_te_does() -> None:
 def command_losses(folder: Path, flags: tuple[str, ...]) -> list[float]:
     """Losses of a run of the command line, on whatever device is there."""
     command = (*PARITY, *BLOCK_SIZES, *TE, *flags, "--train-iters", "5", "--run-dir", str(folder))
-    subprocess.run([sys.executable, "pretrain_gpt.py", *command], cwd=ROOT, check=True, timeout=600)
+    subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *command], cwd=ROOT, check=True, timeout=PATIENCE_S
+    )
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["loss"] for line in lines]
 

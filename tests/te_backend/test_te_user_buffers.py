@@ -17,6 +17,7 @@ from megafp8.layers import LinearOptions
 from tests.model.small import FP8, GPT2, layer_context, small_config
 from tests.support import te_cpu
 from tests.support.layouts import PARITY, ROOT, degrees
+from tests.support.limits import PATIENCE_S
 from tests.support.ranks import Ranks
 from tests.support.te_runs import TE
 
@@ -215,7 +216,7 @@ def test_overlap_changes_no_loss(tmp_path: Path) -> None:
             cwd=ROOT,
             check=True,
             env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-            timeout=600,
+            timeout=PATIENCE_S,
         )
         lines = (run / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])

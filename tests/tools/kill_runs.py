@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from megafp8.checkpoint import find_checkpoint, read_record, verify_files  # noqa: E402
 from tests.support.launches import TINY, Run, launched, train  # noqa: E402
+from tests.support.limits import PATIENCE_S  # noqa: E402
 
 ITERATIONS = 16
 SAVE_INTERVAL = 2
@@ -64,7 +65,7 @@ def unfinished(folder: Path) -> set[str]:
 
 def kill_at_random(run: Run, folder: Path, rng: random.Random, leftovers: set[str]) -> bool:
     """Kill inside a save, or sometimes anywhere; tell whether a save was under way."""
-    limit = time.monotonic() + 60.0
+    limit = time.monotonic() + PATIENCE_S
     if rng.random() < 0.15:
         time.sleep(rng.uniform(0.0, 3.0))
     else:

@@ -12,6 +12,7 @@ import pytest
 from megafp8.config import load_config
 from megafp8.train.run import _how_to_go_on
 from megafp8.train.signals import Interrupt, StopSignals
+from tests.support.limits import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 MODEL = (
@@ -31,7 +32,7 @@ def python(code: str, *, ignored: bool = False) -> subprocess.CompletedProcess[s
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
         cwd=ROOT,
         preexec_fn=ignore if ignored else None,

@@ -1,8 +1,11 @@
 """The attention core in plain torch: `scaled_dot_product_attention`."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megafp8.layers.backend import CoreOptions
 from megafp8.layers.dropout import MicroBatchKey
@@ -30,10 +33,12 @@ class SdpaCore(nn.Module):
         mask = None
         if self.options.window_left is not None:
             mask = window_mask(s, self.options.window_left, q.device)
-        dtype, wide = q.dtype, attention_dtype(q)
-        if wide != dtype:
-            q, k, v = q.to(wide), k.to(wide), v.to(wide)
         p = self.options.dropout if key.training else 0.0
+        dtype, wide = q.dtype, attention_dtype(q)
+        if wide != dtype and p == 0.0:
+            core = _WideAttention.apply(q, k, v, mask)
+            return core.permute(2, 0, 1, 3).reshape(s, b, -1)
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
         if p == 0.0:
             core = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
@@ -57,6 +62,32 @@ def attention_dtype(q: Tensor) -> torch.dtype:
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[-1] < 64:
         return torch.float32
     return product_dtype(q.dtype, q.device)
+
+
+class _WideAttention(torch.autograd.Function):
+    """SDPA of 16-bit q, k, v [b, heads, s, d] in FP32; keeps them and its result in 16 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        bias = None
+        if mask is not None:  # the op takes what is added to the logits
+            bias = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        core, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q.float(), k.float(), v.float(), 0.0, mask is None, attn_mask=bias
+        )
+        core = core.to(q.dtype)
+        ctx.save_for_backward(q, k, v, core, log_sum, bias)
+        return core
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, core, log_sum, bias = ctx.saved_tensors
+        wide = (t.float() for t in (grad, q, k, v, core))
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *wide, log_sum, 0.0, bias is None, attn_mask=bias
+        )
+        return (*(g.to(q.dtype) for g in grads), None)
 
 
 def dropout_site(options: CoreOptions) -> str:
