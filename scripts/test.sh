@@ -4,6 +4,8 @@
 #   bash scripts/test.sh                 the default selection
 #   bash scripts/test.sh -m slow         the long ones
 #   bash scripts/test.sh tests/train -x  any arguments of pytest
+#
+# Environment: TEST_WORKERS (default 2), processes that share the tests; 0 for one, as --pdb wants it.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -12,4 +14,5 @@ environment_install_oracles
 environment_install_te
 
 "${VENV_PYTHON}" -m ruff check .
-exec "${VENV_PYTHON}" -m pytest "$@"
+# A worker takes over half of what another one has left: tests of a file stay together otherwise.
+exec "${VENV_PYTHON}" -m pytest --numprocesses "${TEST_WORKERS:-2}" --dist worksteal "$@"

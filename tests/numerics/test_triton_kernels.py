@@ -54,15 +54,14 @@ FLAGS = {"E5M2": True, "CODES": True, "TRANSPOSED": True, "AMAX": True, "CENTERE
 for kernel in (cast._cast_kernel, fused._swiglu_kernel, fused._dswiglu_kernel,
                fused._row_statistics_kernel, fused._normalize_kernel, blocks._block_kernel,
                rows._amax_kernel, rows._rows_kernel):
-    for capability in CAPABILITIES:
-        constants = {name: FLAGS[name] for name in kernel.arg_names if name in FLAGS}
-        signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32")
-                     for name in kernel.arg_names}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32),
-                              options=dict(cast.LAUNCH))
-        assert "cubin" in made.asm
-        print(kernel.__name__, capability)
+    constants = {name: FLAGS[name] for name in kernel.arg_names if name in FLAGS}
+    signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32")
+                 for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32),
+                          options=dict(cast.LAUNCH))
+    assert "cubin" in made.asm
+    print(kernel.__name__)
 # Every kind of block, as it is launched: codes or transposed codes.
 for (rows_each, columns_each), (bm, bk) in blocks.TILES.items():
     kernel, along = blocks._block_kernel, rows_each > columns_each
@@ -73,16 +72,21 @@ for (rows_each, columns_each), (bm, bk) in blocks.TILES.items():
     signature = {name: "constexpr" if name in constants else {**POINTERS, **grid}.get(name, "i32")
                  for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(cast.LAUNCH))
+    target = GPUTarget("cuda", CAPABILITY, 32)
+    made = triton.compile(source, target=target, options=dict(cast.LAUNCH))
     assert "cubin" in made.asm
     print("block", rows_each, columns_each)
 """
 
 
 @needs_triton
-def test_kernels_compile_for_every_generation_with_fp8_units(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "capability",
+    [pytest.param(89, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)],
+)
+def test_kernels_compile_for_a_generation_with_fp8_units(tmp_path: Path, capability: int) -> None:
     """Ada, Hopper, Blackwell: down to machine code, which needs no device."""
-    code = COMPILE.replace("CAPABILITIES", "(89, 90, 100)")
+    code = COMPILE.replace("CAPABILITY", str(capability))
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     path = tmp_path / "compile_kernels.py"
@@ -91,7 +95,7 @@ def test_kernels_compile_for_every_generation_with_fp8_units(tmp_path: Path) -> 
         [sys.executable, str(path)], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == 29
+    assert len(done.stdout.splitlines()) == 13
 
 
 def test_auto_takes_eager_on_a_cpu_and_says_why() -> None:

@@ -33,9 +33,12 @@ def assert_same(found: Tensor, wanted: Tensor, nan: Tensor) -> None:
     assert bool((a[nan] & 0x7F == 0x7F).all()) or found.dtype == torch.float8_e5m2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=repr)
-@pytest.mark.parametrize("shape", [(5, 40), (130, 257), (64, 128)])
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    [(E4M3, torch.bfloat16), (E5M2, torch.bfloat16), (E4M3, torch.float32)],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(5, 40), (130, 140), (64, 128)])
 @pytest.mark.parametrize("block", list(TILES), ids=str)
 def test_blocks(
     block: tuple[int, int], shape: tuple[int, int], fmt: Fp8Format, dtype: torch.dtype
