@@ -12,7 +12,7 @@ from megafp8.errors import ConfigurationError, PrecisionError
 from megafp8.layers import apex, transformer_engine
 from megafp8.layers.backend import Backend
 from megafp8.layers.native import NativeBackend
-from megafp8.numerics import Recipe, cpu_products
+from megafp8.numerics import Recipe, products
 from megafp8.numerics.kernels import EAGER, KernelChoice, choose_kernels
 from megafp8.parallel.mesh import Mesh
 
@@ -101,7 +101,7 @@ def add_products(choice: BackendChoice, dtype: torch.dtype, device: torch.device
     """Record with the backend how a CPU multiplies BF16, in a run that computes in it."""
     if device.type != "cpu" or dtype != torch.bfloat16:
         return choice
-    return replace(choice, details={**choice.details, "bf16_products": cpu_products().record()})
+    return replace(choice, details={**choice.details, "bf16_products": products.cpu_products().record()})
 
 
 def make_backend(
