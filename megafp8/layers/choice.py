@@ -101,7 +101,9 @@ def add_products(choice: BackendChoice, dtype: torch.dtype, device: torch.device
     """Record with the backend how a CPU multiplies BF16, in a run that computes in it."""
     if device.type != "cpu" or dtype != torch.bfloat16:
         return choice
-    return replace(choice, details={**choice.details, "bf16_products": products.cpu_products().record()})
+    return replace(
+        choice, details={**choice.details, "bf16_products": products.cpu_products().record()}
+    )
 
 
 def make_backend(

@@ -210,7 +210,7 @@ def test_a_rank_that_never_comes_ends_the_others(tmp_path: Path) -> None:
         run.processes[0].join(PATIENCE_S)
         assert run.processes[0].exitcode == 2, run.text()
     assert "error: the 2 ranks did not meet at 127.0.0.1:" in run.output(0)
-    assert "within 7 s" in run.output(0) and "1/2 clients joined" in run.output(0)
+    assert "within 6 s" in run.output(0) and "1/2 clients joined" in run.output(0)
 
 
 # --------------------------------------------------------------------------------------- kills

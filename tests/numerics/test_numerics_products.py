@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megafp8.layers.choice import BackendChoice, add_products
 from megafp8.numerics import linear, matmul, product_dtype
 from megafp8.numerics.products import choose_products
 
@@ -44,14 +43,6 @@ def test_a_limit_in_the_environment_is_heard() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
     )
     assert ended.stdout == "fp32\n", ended.stderr
-
-
-def test_a_run_in_bf16_on_a_cpu_records_how_it_multiplies(each_cpu: str) -> None:
-    native = BackendChoice("auto", "native", "for this test")
-    made = add_products(native, torch.bfloat16, torch.device("cpu")).record()
-    assert made["bf16_products"] == {"chosen": each_cpu, "reason": "for this test"}
-    for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "cuda")):
-        assert add_products(native, dtype, torch.device(device)) == native
 
 
 def assert_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:

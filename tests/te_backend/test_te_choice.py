@@ -13,7 +13,7 @@ import torch
 from megafp8.config.cli import load_config
 from megafp8.errors import PrecisionError
 from megafp8.layers import transformer_engine
-from megafp8.layers.choice import BackendChoice, add_kernels, choose_backend
+from megafp8.layers.choice import BackendChoice, add_kernels, add_products, choose_backend
 from megafp8.layers.transformer_engine import availability
 from megafp8.numerics.kernels import EAGER
 from tests.model.small import small_config
@@ -145,3 +145,11 @@ def test_kernels_are_of_the_native_backend(recipe: str) -> None:
     assert add_kernels(te, plain, device) == (te, EAGER)
     recorded, kernels = add_kernels(native, plain, device)
     assert recorded.details["fp8_kernels"] == kernels.record() and kernels.chosen == "eager"
+
+
+def test_a_run_in_bf16_on_a_cpu_records_how_it_multiplies(each_cpu: str) -> None:
+    native = BackendChoice("auto", "native", "for this test")
+    made = add_products(native, torch.bfloat16, torch.device("cpu")).record()
+    assert made["bf16_products"] == {"chosen": each_cpu, "reason": "for this test"}
+    for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "cuda")):
+        assert add_products(native, dtype, torch.device(device)) == native
