@@ -30,8 +30,7 @@ from megafp8.train.metrics import read_metrics
 PLAN_FILE = "quickstart.json"
 SECONDS = 120.0
 MOST_ITERATIONS = 300
-# At each of SIZES, so many leave the validation loss half a nat below the unigram entropy or more.
-FEWEST_ITERATIONS = 40
+FEWEST_ITERATIONS = 60  # which end below the unigram entropy, at each of SIZES
 PROBED_ITERATIONS = 6
 UNSTEADY_ITERATIONS = 2  # the first of a process: memory is taken, FP8 has no history of amaxes
 CPU_RANKS = 4
@@ -131,6 +130,7 @@ def training_command(machine: Machine, plan: Plan, data: Path) -> list[str]:
         "train-iters": plan.train_iters,
         "lr-warmup-iters": min(20, plan.train_iters // 2),
         "eval-interval": _interval(plan.train_iters),
+        "eval-iters": max(2, SIZES[0].samples * 2 // size.samples),  # on as many samples
     }
     flags = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     if not parallel:
