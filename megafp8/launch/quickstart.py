@@ -30,7 +30,6 @@ from megafp8.train.metrics import read_metrics
 PLAN_FILE = "quickstart.json"
 SECONDS = 120.0
 MOST_ITERATIONS = 300
-FEWEST_ITERATIONS = 60  # which end below the unigram entropy, at each of SIZES
 PROBED_ITERATIONS = 6
 UNSTEADY_ITERATIONS = 2  # the first of a process: memory is taken, FP8 has no history of amaxes
 CPU_RANKS = 4
@@ -49,12 +48,14 @@ class Size:
     layers: int
 
 
-SIZES = (
-    Size(samples=16, layers=4),
-    Size(samples=8, layers=4),
-    Size(samples=4, layers=4),
-    Size(samples=4, layers=2),
-)
+# The fewest iterations that end below the unigram entropy with something to spare.
+FEWEST_ITERATIONS = {
+    Size(samples=16, layers=4): 40,
+    Size(samples=8, layers=4): 60,
+    Size(samples=4, layers=4): 60,
+    Size(samples=4, layers=2): 60,
+}
+SIZES = tuple(FEWEST_ITERATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,11 +193,12 @@ def fit(machine: Machine, data: Path, run_dir: Path) -> Plan:
     """
     size, *smaller = SIZES
     seconds = _measured(machine, size, data, run_dir)
-    while smaller and fitting_iterations(seconds) < FEWEST_ITERATIONS:
+    while smaller and fitting_iterations(seconds) < FEWEST_ITERATIONS[size]:
         _say(f"an iteration takes {seconds:.2f} s here: too few would fit, so it gets smaller")
         size, *smaller = smaller
         seconds = _measured(machine, size, data, run_dir)
-    plan = Plan(train_iters=max(fitting_iterations(seconds), FEWEST_ITERATIONS), size=size)
+    iterations = max(fitting_iterations(seconds), FEWEST_ITERATIONS[size])
+    plan = Plan(train_iters=iterations, size=size)
     _say(describe_fit(plan, seconds))
     return plan
 
