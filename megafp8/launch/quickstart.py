@@ -30,8 +30,8 @@ from megafp8.train.metrics import read_metrics
 PLAN_FILE = "quickstart.json"
 SECONDS = 120.0
 MOST_ITERATIONS = 300
-PROBED_ITERATIONS = 6
-UNSTEADY_ITERATIONS = 2  # the first of a process: memory is taken, FP8 has no history of amaxes
+PROBED_ITERATIONS = 5
+UNSTEADY_ITERATIONS = 1  # the first of a process takes its memory
 CPU_RANKS = 4
 
 
@@ -191,16 +191,31 @@ def fit(machine: Machine, data: Path, run_dir: Path) -> Plan:
     Raises:
         CalledProcessError: The command of the run fails.
     """
-    size, *smaller = SIZES
+    size = SIZES[0]
     seconds = _measured(machine, size, data, run_dir)
-    while smaller and fitting_iterations(seconds) < FEWEST_ITERATIONS[size]:
+    while size != SIZES[-1] and fitting_iterations(seconds) < FEWEST_ITERATIONS[size]:
         _say(f"an iteration takes {seconds:.2f} s here: too few would fit, so it gets smaller")
-        size, *smaller = smaller
+        size = smaller_size(size, seconds)
         seconds = _measured(machine, size, data, run_dir)
     iterations = max(fitting_iterations(seconds), FEWEST_ITERATIONS[size])
     plan = Plan(train_iters=iterations, size=size)
     _say(describe_fit(plan, seconds))
     return plan
+
+
+def smaller_size(size: Size, seconds: float) -> Size:
+    """Return the largest of the smaller sizes whose iterations may be short enough, or the last.
+
+    Args:
+        size: Whose iterations are too long; not the last of `SIZES`.
+        seconds: Of its iterations. Those of a smaller size take at least their share.
+    """
+    smaller = SIZES[SIZES.index(size) + 1 :]
+    for candidate in smaller:
+        share = candidate.samples * candidate.layers / (size.samples * size.layers)
+        if fitting_iterations(seconds * share) >= FEWEST_ITERATIONS[candidate]:
+            return candidate
+    return smaller[-1]
 
 
 def _measured(machine: Machine, size: Size, data: Path, run_dir: Path) -> float:
