@@ -229,20 +229,43 @@ def test_a_folder_without_metrics_is_named(tmp_path):
         read_metrics(tmp_path)
 
 
-def test_progress_is_drawn_on_terminals_only():
-    pipe = io.StringIO()
-    bar = ProgressBar(10, console=Console(file=pipe, force_terminal=False))
-    bar.observe(metrics(1))
-    bar.close()
-    assert pipe.getvalue() == ""
+def progress(total, seconds, completed=0, **terminal):
+    """A progress bar whose iterations take so many seconds each, and where it is drawn."""
+    screen, now = io.StringIO(), iter(range(1000))
+    bar = ProgressBar(
+        total,
+        completed=completed,
+        console=Console(file=screen, width=120, **terminal),
+        clock=lambda: next(now) * seconds,
+    )
+    return bar, screen
 
-    screen = io.StringIO()
-    bar = ProgressBar(10, completed=3, console=Console(file=screen, force_terminal=True, width=120))
-    bar.observe(metrics(4, loss=2.5))
+
+def test_progress_is_drawn_on_terminals(caplog):
+    bar, screen = progress(10, seconds=40.0, completed=3, force_terminal=True)
+    with caplog.at_level("INFO", logger="megafp8"):
+        bar.observe(metrics(4, loss=2.5))
+        assert "left" not in screen.getvalue()  # one iteration is no pace
+        bar.observe(metrics(5, loss=2.5))
     bar.close()
     bar.close()
-    assert "4/10" in screen.getvalue()
+    assert "5/10" in screen.getvalue() and "0:03:20 left" in screen.getvalue()
     assert "loss 2.5000" in screen.getvalue() and "2,048 tokens/s" in screen.getvalue()
+    assert not caplog.messages
+
+
+def test_a_log_has_the_time_left_at_every_tenth_of_the_run(caplog):
+    bar, screen = progress(50, seconds=3.0, completed=29, force_terminal=False)
+    with caplog.at_level("INFO", logger="megafp8"):
+        for iteration in range(30, 51):
+            bar.observe(metrics(iteration))
+    bar.close()
+    assert screen.getvalue() == ""
+    assert caplog.messages == [
+        "iteration 35 of 50: 0:00:45 left",
+        "iteration 40 of 50: 0:00:30 left",
+        "iteration 45 of 50: 0:00:15 left",
+    ]
 
 
 def test_nobody_who_reads_along_is_no_reason_to_stop(tmp_path, monkeypatch, caplog):
