@@ -1,17 +1,10 @@
 """Products of 16-bit tensors, in the dtype that the device multiplies fastest.
 
-A CPU without BF16 units multiplies BF16 many times slower than FP32 (oneDNN emulates it). There the
-operands are widened to FP32, which is exact, multiplied with sums in FP32, and the product is
-rounded once: what BF16 units do, too. Which path a CPU takes follows from its flags alone, never
-from a measurement, so that all ranks and every resume take the same. GPUs keep their dtype.
-
-Bench: one core of a Xeon with AMX, [2048 x 256] @ [256 x 768] in GFLOP/s
-
-    units                BF16     FP32 with one rounding
-    AMX                   455     77
-    AVX-512 BF16           57     75
-    AVX-512 alone          22     92
-    AVX2                    5     75
+A CPU without BF16 units multiplies BF16 four to ten times slower than FP32 (oneDNN emulates it;
+docs/performance.md has a training step). There the operands are widened to FP32, which is exact,
+multiplied with sums in FP32, and the product is rounded once: what BF16 units do, too. Which path a
+CPU takes follows from its flags alone, never from a measurement, so that all ranks and every resume
+take the same. GPUs keep their dtype.
 """
 
 from __future__ import annotations
@@ -27,10 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # Limits of ONEDNN_MAX_CPU_ISA that leave no BF16 units, of all that oneDNN knows.
-_ISA_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"} | {
-    "AVX512_CORE",
-    "AVX512_CORE_VNNI",
-}
+_ISA_WITHOUT_BF16 = "SSE41 AVX AVX2 AVX2_VNNI AVX2_VNNI_2 AVX512_CORE AVX512_CORE_VNNI".split()
 _UNITS = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")  # as torch.cpu.get_capabilities names them
 
 
