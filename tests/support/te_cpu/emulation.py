@@ -155,15 +155,15 @@ def _native_product(
 ) -> Tensor | None:
     if _is_fp8(a) != _is_fp8(b) or dtype not in (torch.bfloat16, torch.float32):
         return None
+    from megafp8.numerics import dgrad, fprop, matmul, wgrad
+
     flat_b = _rows(b)
     if not _is_fp8(a):
         flat_a = _rows(a)
         if transpose_b:
-            return flat_b.t() @ flat_a
-        product = flat_b @ (flat_a.t() if transpose_a else flat_a)
+            return matmul(flat_b.t(), flat_a)
+        product = matmul(flat_b, flat_a.t() if transpose_a else flat_a)
         return product.view(*b.shape[:-1], product.shape[-1])
-    from megafp8.numerics import dgrad, fprop, wgrad
-
     left, right = _operand(a), _operand(b)
     if transpose_b:
         return wgrad(right, left)
