@@ -337,7 +337,10 @@ def _call(job: dict[str, Any], rank: int) -> Any:
 def _leave() -> None:
     """Close the process group and forget what torch caches about its meshes."""
     import torch.distributed as dist
-    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+    from torch.distributed.tensor._redistribute import (
+        _gen_transform_infos,
+        clear_redistribute_planner_cache,
+    )
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     # Without the barrier gloo aborts a rank whose peer has closed its sockets first.
@@ -346,6 +349,7 @@ def _leave() -> None:
     # Cached results refer to meshes by the names of their groups, which the next world uses anew.
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
     # Models and meshes refer to one another and to their groups, and a gloo group that is alive
     # has threads that wake up a hundred times a second: a few dozen runs' would take a core.
     gc.collect()
