@@ -18,15 +18,13 @@ from tests.support.fixtures import each_cpu, ranks  # noqa: F401
 
 
 def pytest_configure() -> None:
-    """Hear Ctrl-C and a lost terminal also where tests run in the background or under nohup.
+    """Hear Ctrl-C also where a shell started the tests in the background.
 
-    These have the signals ignored, programs that a test starts would inherit that, and the tests of
-    how runs are interrupted would interrupt nothing.
+    Such a shell has the signal ignored, programs that a test starts would inherit that, and the
+    tests of how runs are interrupted would interrupt nothing.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -61,7 +61,7 @@ class PrecisionConfig(Section):
     )
     fp8_fake_quant: bool = Field(
         default=False,
-        description="multiply decoded FP8 values in BF16 GEMMs, to tell errors of the format from "
+        description="multiply decoded FP8 values as BF16 ones, to tell errors of the format from "
         "those of a kernel",
     )
     fp8_param_gather: bool = Field(

@@ -102,7 +102,7 @@ def find_machine() -> Machine:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    return Machine(gpus=gpus, emulates_fp8="True" not in found.stdout.split())
+    return Machine(gpus=gpus, emulates_fp8=found.stdout.splitlines()[-1:] != ["True"])
 
 
 def training_command(machine: Machine, plan: Plan, data: Path) -> list[str]:
@@ -155,6 +155,7 @@ def measure(command: list[str], run_dir: Path) -> float:
 
     Raises:
         CalledProcessError: It failed; `output` is all that it said.
+        LaunchError: It ended well before its second iteration.
     """
     with TemporaryDirectory(dir=run_dir, prefix="probe-") as folder:
         log = Path(folder) / "output.log"
@@ -164,7 +165,10 @@ def measure(command: list[str], run_dir: Path) -> float:
         if code:
             said = log.read_text(encoding="utf-8", errors="replace")
             raise subprocess.CalledProcessError(code, command, output=said)
-        return median(e["step_time_s"] for e in read_metrics(folder)[UNSTEADY_ITERATIONS:])
+        steady = [entry["step_time_s"] for entry in read_metrics(folder)[UNSTEADY_ITERATIONS:]]
+        if not steady:
+            raise LaunchError(f"{PROBED_ITERATIONS} iterations were run and left no times")
+        return median(steady)
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:

@@ -152,7 +152,7 @@ def _decoded_mm(
         # (a pass over y costs 0.11 ns per element). Reading a scalar is no sync on a CPU.
         alpha = math.prod(float(factor) for factor in factors)
         return a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=alpha).to(out_dtype)
-    # Rounds once before scaling and once after; alpha would need the scale on the host.
+    # bf16 rounds once before scaling and once after; alpha would need the scale on the host.
     y = torch.mm(a, b).float()
     if left is not None:
         y.mul_(left[:, None] if left.dim() else left)

@@ -4,7 +4,7 @@ A CPU without BF16 units multiplies BF16 four to ten times slower than FP32 (one
 docs/performance.md has a training step). There the operands are widened to FP32, which is exact,
 multiplied with sums in FP32, and the product is rounded once: what BF16 units do, too. Which path a
 CPU takes follows from its flags alone, never from a measurement, so that all ranks and every resume
-take the same. GPUs keep their dtype.
+take the same on CPUs of one kind. GPUs keep their dtype.
 """
 
 from __future__ import annotations
@@ -76,31 +76,32 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return a [..., k] @ b [k, n] in their dtype, rounded once; outside of autograd."""
+    assert a.dtype == b.dtype, (a.dtype, b.dtype)
     dtype = product_dtype(a.dtype, a.device)
     return a @ b if dtype == a.dtype else (a.to(dtype) @ b.to(dtype)).to(a.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x [..., k] @ weight [n, k]^T + bias [n], rounded after the product; differentiable."""
+    """Return x [..., k] @ weight [n, k]^T + bias [n], rounded once; differentiable."""
     if product_dtype(x.dtype, x.device) == x.dtype:
         return F.linear(x, weight, bias)
-    y = _WideLinear.apply(x, weight)
-    return y if bias is None else y + bias
+    return _WideLinear.apply(x, weight, bias)
 
 
 class _WideLinear(torch.autograd.Function):
     """Keeps the 16-bit operands for the backward pass, not their widened copies."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return matmul(x, weight.t())  # no view: FSDP2 warns of views that a module returns
+        y = x.float() @ weight.t().float()
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = matmul(grad, weight) if ctx.needs_input_grad[0] else None
         dy, x2 = grad.flatten(0, -2), x.flatten(0, -2)  # [m, n], [m, k]
         dw = matmul(dy.t(), x2) if ctx.needs_input_grad[1] else None
-        return dx, dw
+        return dx, dw, dy.sum(0) if ctx.needs_input_grad[2] else None

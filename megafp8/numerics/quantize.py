@@ -32,9 +32,9 @@ class QuantizedTensor:
     beyond the registry's next update has to clone it. With `block` (rows, columns; 0 is all of that
     dimension) it is a grid, of fp32 or E8M0, with one entry for each block of `data` [m, k];
     `power_of_2` then says that all entries are powers of two. `decoded` is None, or the values of
-    `data` for products on devices without FP8 units, in bf16 (times the grid where that is part of
-    the operand; see `gemm`); `data` is not rewritten while it is kept. `transposed` is None, or a
-    contiguous copy [k, m] of `data` [m, k], for products on hardware that want one.
+    `data` for products on devices without FP8 units, in bf16 or fp32 (times the grid where that is
+    part of the operand; see `gemm`); `data` is not rewritten while it is kept. `transposed` is
+    None, or a contiguous copy [k, m] of `data` [m, k], for products on hardware that want one.
     """
 
     data: Tensor

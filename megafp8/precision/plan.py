@@ -212,7 +212,7 @@ def _misfit(spec: LinearSpec, recipe: str) -> str | None:
 
 def _fp8_reason(config: RunConfig) -> str:
     precision = config.precision
-    fake = ", multiplied in BF16 (--fp8-fake-quant)" if precision.fp8_fake_quant else ""
+    fake = ", multiplied as BF16 (--fp8-fake-quant)" if precision.fp8_fake_quant else ""
     return f"--fp8-format {precision.fp8_format}, recipe {precision.recipe_name}{fake}"
 
 

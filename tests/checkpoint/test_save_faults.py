@@ -262,7 +262,7 @@ def test_one_rank_fails_all_fail(
 ) -> None:
     save_checkpoint(tmp_path, 5, model(5.0), record(5))
     arguments = {"root": str(tmp_path), "where": where, "rank": rank}
-    first, second = ranks.run(save_failing, world_size=2, timeout=20.0, **arguments)
+    first, second = ranks.run(save_failing, world_size=2, **arguments)
     assert first == second and message in first and "\n" not in first
     assert names(tmp_path) == ["iter_0000005", "latest"]
     found = find_checkpoint(tmp_path)

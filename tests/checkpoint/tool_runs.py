@@ -51,6 +51,7 @@ def interrupted(tool: str, source: str, save: str, output: str) -> None:
         time.sleep(60.0)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where tests run under nohup
     rewrite._read_back = slow
     convert_run._verify = slow
     with Path(output, "text").open("w") as file:

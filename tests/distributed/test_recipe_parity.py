@@ -80,6 +80,7 @@ def test_recipe_at_two_ranks_equals_one(
 
 
 LOSS_ITERATIONS = 12
+SLOW = pytest.mark.slow
 
 
 def losses(flags: tuple[str, ...], precision: str = "fp8") -> list[float]:
@@ -121,7 +122,9 @@ def bf16_losses(ranks: Ranks) -> list[float]:
 
 
 LEARNS = [
-    pytest.param(recipe, marks=[] if recipe in ("tensorwise", "mxfp8") else pytest.mark.slow)
+    pytest.param(
+        recipe, marks=[] if recipe in ("delayed-micro-batch", "mxfp8") else pytest.mark.slow
+    )
     for recipe in RECIPES
 ]
 

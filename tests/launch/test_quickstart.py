@@ -15,6 +15,7 @@ from megafp8.errors import MegaFP8Error
 from megafp8.launch import quickstart
 from megafp8.launch.main import main as train
 from megafp8.launch.quickstart import SIZES, Machine, Plan, Size
+from tests.support.limits import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = Machine(gpus=0)
@@ -245,7 +246,7 @@ def call(project: Path, **variables: str) -> tuple[subprocess.CompletedProcess[s
     environment = {"PATH": os.environ["PATH"], "RUN_DIR": str(project.parent / "run"), **variables}
     ended = subprocess.run(
         ["bash", "scripts/quickstart.sh"],
-        cwd=project, env=environment, capture_output=True, text=True, timeout=60,
+        cwd=project, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     return ended, asked.read_text().splitlines()
 

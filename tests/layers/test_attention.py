@@ -197,7 +197,7 @@ def test_a_core_in_bf16_is_near_the_exact_one(
 ) -> None:
     """Whatever it multiplies in; the result and the gradients are BF16."""
     core = SdpaCore(
-        CoreOptions("decoder.layers.0.self_attention.core_attention", 2, 1, dim, dropout, None)
+        CoreOptions("decoder.layers.0.self_attention.core_attention", 2, 1, dim, dropout, window)
     )
     shapes = [(SEQUENCE, 3, heads, dim) for heads in (2, 1, 1)]
     given = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]

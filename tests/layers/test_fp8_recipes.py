@@ -300,7 +300,7 @@ def test_fake_quantization_multiplies_decoded_values_in_bf16(recipe: str, monkey
     for name, value in wanted.items():
         error = (found[name].double() - value.double()).norm() / value.double().norm()
         assert error < 2.0**-7, (name, float(error))
-    assert "multiplied in bf16" in repr(linear)
+    assert "multiplied as bf16" in repr(linear)
 
 
 def test_repr_tells_what_shares_a_scale_in_each_gemm() -> None:

@@ -38,6 +38,11 @@ def in_step(rank: int, iteration: int, kind: str) -> None:
     BatchLoader.batch = failing_batch  # type: ignore[method-assign]
 
 
+def without_bf16_units() -> None:
+    """Switch the CPU's BF16 units off."""
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"
+
+
 def signal_to_self(rank: int, where: str, number: int, times: int = 1) -> None:
     """Receive a signal in "step" 3 or "step 6", in an "evaluation", in a "save", or in "set-up"."""
     if int(os.environ["RANK"]) != rank:

@@ -69,25 +69,27 @@ class _WideAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        bias = None
-        if mask is not None:  # the op takes what is added to the logits
-            bias = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
         core, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q.float(), k.float(), v.float(), 0.0, mask is None, attn_mask=bias
+            q.float(), k.float(), v.float(), 0.0, mask is None, attn_mask=_added(mask)
         )
         core = core.to(q.dtype)
-        ctx.save_for_backward(q, k, v, core, log_sum, bias)
+        ctx.save_for_backward(q, k, v, core, log_sum, mask)
         return core
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, core, log_sum, bias = ctx.saved_tensors
+        q, k, v, core, log_sum, mask = ctx.saved_tensors
         wide = (t.float() for t in (grad, q, k, v, core))
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *wide, log_sum, 0.0, bias is None, attn_mask=bias
+            *wide, log_sum, 0.0, mask is None, attn_mask=_added(mask)
         )
         return (*(g.to(q.dtype) for g in grads), None)
+
+
+def _added(mask: Tensor | None) -> Tensor | None:
+    """What is added to the logits: 0 where the bool mask is True, -inf elsewhere."""
+    return None if mask is None else torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
 
 
 def dropout_site(options: CoreOptions) -> str:

@@ -289,7 +289,7 @@ def describe(recipe: Recipe, unit: Callable[[Role, Axis], str]) -> str:
         products[2] = "wgrad in high precision"
     roles = ", ".join(f"{role} {recipe.format(role).name}" for role in ROLES)
     scales = " power-of-two scales," if recipe.power_of_2_scales else ""
-    fake = ", multiplied in bf16" if recipe.fake_quant else ""
+    fake = ", multiplied as bf16" if recipe.fake_quant else ""
     return f"fp8 {recipe.name}: {roles};{scales} {', '.join(products)}{fake}"
 
 
