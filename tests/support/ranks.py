@@ -30,6 +30,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -53,6 +54,10 @@ _PRELOAD = [
 # After the first rank has failed, the others get this long to report failures of their own.
 _GRACE_S = 2.0
 _LOG_TAIL = 4000
+# A gloo group that something still refers to (torch's caches, TransformerEngine's) keeps threads
+# that wake up a hundred times a second; those of a few dozen runs take a core. With more threads
+# than these after a run, its workers are replaced.
+_MOST_THREADS = 60
 
 
 class RankError(AssertionError):
@@ -132,7 +137,7 @@ class Ranks:
             results = self._collect(workers, "result", deadline, function)
             for worker in workers:
                 worker.connection.send_bytes(b"close")
-            self._collect(workers, "closed", deadline, function)
+            threads = self._collect(workers, "closed", deadline, function)
         except _RunFailed as failure:
             text = _report(failure, function, workers, starts)
             self._kill()
@@ -142,6 +147,8 @@ class Ranks:
             raise
         finally:
             Path(job["store"]).unlink(missing_ok=True)
+        if max(threads.values()) > _MOST_THREADS:
+            self._kill()
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
@@ -309,7 +316,7 @@ def _serve(connection: Any, rank: int, log: str) -> None:
         except BaseException:
             connection.send_bytes(pickle.dumps(("error", traceback.format_exc())))
             continue
-        connection.send_bytes(pickle.dumps(("closed", None)))
+        connection.send_bytes(pickle.dumps(("closed", _count_threads())))
 
 
 def _call(job: dict[str, Any], rank: int) -> Any:
@@ -350,9 +357,13 @@ def _leave() -> None:
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
     _gen_transform_infos.cache_clear()
-    # Models and meshes refer to one another and to their groups, and a gloo group that is alive
-    # has threads that wake up a hundred times a second: a few dozen runs' would take a core.
+    # Models and meshes refer to one another and to their groups; see _MOST_THREADS.
     gc.collect()
+
+
+def _count_threads() -> int:
+    tasks = Path("/proc/self/task")  # threading.active_count knows Python's own alone
+    return len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count()
 
 
 def _resolve(module_name: str, name: str, file: str) -> Callable[..., Any]:
