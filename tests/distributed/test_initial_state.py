@@ -24,6 +24,7 @@ from tests.support.layouts import (
 from tests.support.ranks import Ranks
 
 ZBV = ("--pipeline-schedule", "zbv")
+HALF = ("--global-batch-size", "8")  # of the preset's
 TIED = ("--untie-embeddings-and-output-weights", "false")
 # Other kinds of parameters: learned positions, LayerNorm and linear biases, a plain MLP, qk-norms.
 GPT2 = (
@@ -70,6 +71,7 @@ def known() -> dict[tuple[str, ...], First]:
 def compare(
     ranks: Ranks, known: dict[tuple[str, ...], First], case: LayoutCase, more: tuple[str, ...]
 ) -> None:
+    more = (*HALF, *more)
     alone = (*reference_case(case).command("fp32"), *more)
     if alone not in known:
         known[alone] = ranks.run(first_iteration, world_size=1, flags=alone)[0]

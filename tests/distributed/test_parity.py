@@ -22,7 +22,7 @@ from tests.support.layouts import (
 )
 from tests.support.ranks import Ranks
 
-ITERATIONS = {"fp32": 4, "bf16": 2, "fp8": 4}
+ITERATIONS = {"fp32": 3, "bf16": 2, "fp8": 4}
 # Half the preset's: at least two micro-batches for every rank, and one for each of four stages.
 HALF = ("--global-batch-size", "8")
 SMALL = [case for case in CASES if case.world_size <= 4]
@@ -30,8 +30,8 @@ LARGE = [case for case in CASES if case.world_size > 4]
 Reference = Callable[..., Curve]
 
 
-def name_of(case: LayoutCase) -> str:
-    return case.name.replace(" ", "")
+def name_of(case: LayoutCase | str) -> str:
+    return case if isinstance(case, str) else case.name.replace(" ", "")
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,12 @@ def check(
     assert norm <= norm_bound, (curves[0].grad_norms, wanted.grad_norms)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp8", "bf16"])
-@pytest.mark.parametrize("case", SMALL, ids=name_of)
+# BF16 alone adds nothing to FP8 and FP32 but the dtype of what travels.
+PAIRS = [(case, precision) for precision in ("fp32", "fp8") for case in SMALL]
+PAIRS += [(case, "bf16") for case in SMALL if case.name in ("tp2 + sp", "fsdp2", "pp2")]
+
+
+@pytest.mark.parametrize(("case", "precision"), PAIRS, ids=name_of)
 def test_layout_equals_one_rank(
     ranks: Ranks, reference: Reference, case: LayoutCase, precision: str
 ) -> None:

@@ -15,11 +15,20 @@ LAYOUTS = {
     "fsdp2 resharded": (2, degrees(1, 1, "--reshard-after-forward=true")),
     "tp2 x fsdp2": (4, degrees(2, 1, SP)),
 }
-ITERATIONS = {"fp32": 3, "bf16": 3, "fp8": 8}
+ITERATIONS = {"fp32": 3, "bf16": 3, "fp8": 4}
+# A layout asks the same of every precision, but for what FP8 gathers.
+EVERYWHERE = [
+    pytest.param(
+        layout,
+        precision,
+        marks=[] if precision == "fp8" or layout == "tp2 + sp" else pytest.mark.slow,
+    )
+    for layout in LAYOUTS
+    for precision in PRECISIONS
+]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "precision"), EVERYWHERE)
 def test_losses_equal_native(ranks: Ranks, te_ranks: Ranks, layout: str, precision: str) -> None:
     size, flags = LAYOUTS[layout]
     command = (*PARITY, *SMALL, *PRECISIONS[precision], *flags)
@@ -40,7 +49,7 @@ def test_losses_equal_native(ranks: Ranks, te_ranks: Ranks, layout: str, precisi
         )
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_zero_bubble_schedule(ranks: Ranks, te_ranks: Ranks, precision: str) -> None:
     """Weight gradients in the W slots, biases outside of TE: within the bounds of one backward."""
     sizes = ("--num-layers", "4", "--global-batch-size", "8", "--disable-bias-linear=false")
