@@ -17,7 +17,6 @@ again at the next `run`: a rank that raised may have left the others inside a co
 import atexit
 import contextlib
 import faulthandler
-import gc
 import importlib
 import importlib.util
 import io
@@ -50,14 +49,19 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.debug",
+    # So that workers which replace others need not import them.
+    "megafp8.checkpoint",
+    "megafp8.data.loader",
+    "megafp8.launch.dry_run",
+    "megafp8.train.step",
 ]
 # After the first rank has failed, the others get this long to report failures of their own.
 _GRACE_S = 2.0
 _LOG_TAIL = 4000
-# A gloo group that something still refers to (torch's caches, TransformerEngine's) keeps threads
-# that wake up a hundred times a second; those of a few dozen runs take a core. With more threads
-# than these after a run, its workers are replaced.
-_MOST_THREADS = 60
+# A gloo group that something still refers to (models and meshes, which refer to one another, and
+# torch's caches) keeps threads that wake up a hundred times a second; those of a few dozen runs
+# take a core. With more threads than these after a run, its workers are replaced.
+_MOST_THREADS = 100
 
 
 class RankError(AssertionError):
@@ -294,7 +298,6 @@ def _serve(connection: Any, rank: int, log: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()  # what is loaded by now stays, and need not be looked at in every collection
     while True:
         try:
             job = pickle.loads(connection.recv_bytes())
@@ -344,10 +347,7 @@ def _call(job: dict[str, Any], rank: int) -> Any:
 def _leave() -> None:
     """Close the process group and forget what torch caches about its meshes."""
     import torch.distributed as dist
-    from torch.distributed.tensor._redistribute import (
-        _gen_transform_infos,
-        clear_redistribute_planner_cache,
-    )
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     # Without the barrier gloo aborts a rank whose peer has closed its sockets first.
@@ -356,9 +356,6 @@ def _leave() -> None:
     # Cached results refer to meshes by the names of their groups, which the next world uses anew.
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
-    _gen_transform_infos.cache_clear()
-    # Models and meshes refer to one another and to their groups; see _MOST_THREADS.
-    gc.collect()
 
 
 def _count_threads() -> int:
