@@ -1,6 +1,6 @@
 """Products of 16-bit tensors, in the dtype that the device multiplies fastest.
 
-A CPU without BF16 units multiplies BF16 four to ten times slower than FP32 (oneDNN emulates it;
+A CPU without BF16 units multiplies BF16 several times slower than FP32 (oneDNN emulates it;
 docs/performance.md has a training step). There the operands are widened to FP32, which is exact,
 multiplied with sums in FP32, and the product is rounded once: what BF16 units do, too. Which path a
 CPU takes follows from its flags alone, never from a measurement, so that all ranks and every resume
