@@ -3,10 +3,12 @@
 import math
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megafp8.config import ModelShape, RunConfig
 from megafp8.data.loader import BatchLoader, Datasets
@@ -41,13 +43,12 @@ class Loop:
         datasets: splits.
         step: does one iteration.
         state: position and counters.
-        writer: reports iterations on rank 0.
         batches, schedule: global batch size and learning rate by position.
         total_iterations: where the run ends.
-        saver: writes the checkpoints.
         signals: notes those to this rank.
         watch: is told where this rank is.
         audit: where skipped steps and an early stop are noted.
+        train_loader: gives the training split.
     """
 
     config: RunConfig
@@ -56,19 +57,18 @@ class Loop:
     datasets: Datasets
     step: TrainingStep
     state: TrainState
-    writer: MetricsWriter
     batches: BatchSizeSchedule
     schedule: LearningRateSchedule
     total_iterations: int
-    saver: RunSaver
     signals: StopSignals
     watch: Watch
     audit: AuditLog
+    train_loader: BatchLoader = field(init=False)
 
     def __post_init__(self) -> None:
         data, training, layout = self.config.data, self.config.training, self.mesh.layout
         self._signal = 0  # what the ranks agreed to stop for
-        self._train_loader = BatchLoader(
+        self.train_loader = BatchLoader(
             self.datasets.train,
             self.shape.seq_length,
             training.micro_batch_size,
@@ -89,8 +89,12 @@ class Loop:
         precision = "fp8" if self.config.precision.fp8 else self.config.precision.compute_dtype
         self._peak_tflops = peak_tflops(device_name(self.mesh.world.device), precision)
 
-    def run(self) -> int:
+    def run(self, writer: MetricsWriter, saver: RunSaver) -> int:
         """Train to the end, or to the exit interval, duration or signal; the last state is saved.
+
+        Args:
+            writer: reports iterations on rank 0; closed here.
+            saver: writes the checkpoints.
 
         Returns:
             The signal that ended the run early, the same on all ranks; 0 if none did, also where
@@ -98,43 +102,42 @@ class Loop:
         """
         settled = False
         try:
-            reason = self._iterate()
+            reason = self._iterate(writer, saver)
             if reason:
                 log.info("stopping at iteration %d (%s)", self.state.iteration, reason)
-                self._note_stop(reason)
+                self._note_stop(reason, saver.newest)
             self.watch.place = f"the save after iteration {self.state.iteration}"
-            self.saver.finish()
+            saver.finish()
             settled = True
         except KeyboardInterrupt:
             settled = True
-            self.saver.abandon()
-            self._note_stop(signal_name(signal.SIGINT))
-            raise KeyboardInterrupt(self._lost()) from None
+            saver.abandon()
+            self._note_stop(signal_name(signal.SIGINT), saver.newest)
+            raise KeyboardInterrupt(self._lost(saver.newest)) from None
         finally:
             if not settled:
-                self.saver.abandon()
-            self._train_loader.close()
-            self.writer.close()
+                saver.abandon()
+            self.train_loader.close()
+            writer.close()
         return self._signal
 
-    def _iterate(self) -> str:
+    def _iterate(self, writer: MetricsWriter, saver: RunSaver) -> str:
         """Train until there is nothing to train, or something ends it early: what, in a word."""
         started = time.monotonic()
         # One that came while the run was set up; nothing is trained or saved for it.
         self._signal = self._agree_on_signal()
         self.mesh.traffic.drain()  # of setting up and loading: no iteration's
         while self.state.iteration < self.total_iterations and not self._signal:
-            metrics = self._iteration()
-            self.writer.write(metrics)
+            writer.write(self.one_iteration())
             try:
                 self.step.check_not_stuck(self.state.iteration)
             except TrainingError as error:
-                self._note_stop(str(error), level="error")
+                self._note_stop(str(error), saver.newest, level="error")
                 raise
-            self.saver.poll()
+            saver.poll()
             if self._due(self.config.checkpoint.save_interval) and not self._signal:
                 self.watch.place = f"the save after iteration {self.state.iteration}"
-                self.saver.save()
+                saver.save()
             limit = self._limit_reached(started)
             if limit:
                 return limit
@@ -151,15 +154,14 @@ class Loop:
             return "--exit-interval"
         return "--exit-duration-in-mins" if self._time_is_up(started) else ""
 
-    def _lost(self) -> str:
+    def _lost(self, newest: Path | None) -> str:
         """What an interrupted run leaves behind, in words."""
         return (
             f"at {self.watch.place}, not saved: the last checkpoint is "
-            f"{self.saver.newest or 'none'} (SIGTERM or SIGUSR1 instead of Ctrl-C save first)"
+            f"{newest or 'none'} (SIGTERM or SIGUSR1 instead of Ctrl-C save first)"
         )
 
-    def _note_stop(self, reason: str, level: str = "info") -> None:
-        newest = self.saver.newest
+    def _note_stop(self, reason: str, newest: Path | None, level: str = "info") -> None:
         self.audit.write(
             "stop",
             self.state.iteration,
@@ -202,16 +204,22 @@ class Loop:
         dist.all_reduce(late, op=dist.ReduceOp.MAX)
         return bool(late)
 
-    def _iteration(self) -> IterationMetrics:
-        state, seed = self.state, self.config.training.seed
+    def micro_batches(self) -> list[dict[str, Tensor]]:
+        """Return this rank's part of the next global batch."""
+        state = self.state
+        size = self.batches.batch_size(state.consumed_samples)
+        batches = self.train_loader.batch(state.consumed_samples, size)
+        return to_tensors(batches, self.mesh, self.config.training.seed, state.iteration)
+
+    def one_iteration(self) -> IterationMetrics:
+        """Train on the next global batch, and evaluate if that is due; a collective call."""
+        state = self.state
         self.watch.place = f"iteration {state.iteration + 1}"
         began = time.perf_counter()
         batch_size = self.batches.batch_size(state.consumed_samples)
         learning_rate = self.schedule.learning_rate(state.consumed_samples)
         loss_scale = self.step.loss_scaler.scale
-        batches = self._train_loader.batch(state.consumed_samples, batch_size)
-        micro_batches = to_tensors(batches, self.mesh, seed, state.iteration)
-        result = self.step.run(micro_batches, learning_rate, state.iteration + 1)
+        result = self.step.run(self.micro_batches(), learning_rate, state.iteration + 1)
         state.iteration += 1
         state.consumed_samples += batch_size
         state.skipped_iterations += result.skipped

@@ -160,15 +160,13 @@ def _train_in(
             datasets=datasets,
             step=step,
             state=state,
-            writer=_open_writer(config, run_dir, mesh, total, state.iteration),
             batches=batches,
             schedule=LearningRateSchedule.from_config(config, batches),
             total_iterations=total,
-            saver=saver,
             signals=signals,
             watch=watch,
             audit=audit,
-        ).run()
+        ).run(_open_writer(config, run_dir, mesh, total, state.iteration), saver)
     close_backend(model.backend)
     if signal:
         log.info("stopped: iteration %d of %d, run folder %s", state.iteration, total, run_dir)

@@ -57,7 +57,7 @@ def leg(
     rule, registry = None, training.model.registry
     assert registry is not None
     if load is not None:
-        training.state, certificate = load_run(
+        training.loop.state, certificate = load_run(
             Path(load), training.step, training.config, training.step.loss_scaler
         )
         rule = certificate.scale_state_rule
@@ -109,7 +109,10 @@ def test_ranks_keep_and_get_back_their_own_scales(
 
 
 def _check_who_agrees(legs: list[Leg]) -> None:
-    """A weight's scale is the same on all dp ranks; what ranks see of their own differs."""
+    """A weight's scale is the same on all dp ranks; what ranks see of their own differs.
+
+    Of weights tensor-parallel ranks see their own, of everything else all ranks do.
+    """
     differing = set()
     for one in legs:
         for other in legs:
@@ -124,6 +127,8 @@ def _check_who_agrees(legs: list[Leg]) -> None:
             }
     assert any(".amax_history" in name for name in differing)
     assert any(".scale" in name for name in differing)
+    parts = len({one.place[1] for one in legs})
+    assert any(".weight.amax_history" in name for name in differing) is (parts > 1)
 
 
 def test_scales_of_ranks_move_online_as_offline(ranks: Ranks, tmp_path: Path) -> None:

@@ -30,6 +30,12 @@ DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 BATCH = ("--global-batch-size", "8")
 HALF = ("--num-layers", "2", *BATCH)
 FP32 = PRECISIONS["fp32"]
+TENSORWISE = ("--fp8-recipe", "tensorwise")
+# Grows every other step, so that neither the scale nor its count is at its start in the middle.
+FP16 = (
+    *("--bf16", "false", "--fp16", "--fp8-format", "none"),
+    *("--initial-loss-scale", "256", "--loss-scale-window", "2"),
+)
 WIRES = ("--fp8-tp-comm", "all", "--fp8-param-gather", "--fp8-grad-reduce")
 
 
@@ -93,6 +99,8 @@ def uninterrupted(flags: tuple[str, ...], at: int, iterations: int, save: str) -
         (4, (*PARITY, *HALF, "--fsdp-size", "2", *degrees()), 3),
         (4, (*PARITY, *HALF, *WIRES, *degrees(2, 1, SP)), 3),
         pytest.param(4, (*PARITY, *HALF, *WIRES, *degrees(1, 2)), 3, marks=pytest.mark.slow),
+        (1, (*PARITY, *HALF, *FP16, *degrees()), 3),
+        (2, (*PARITY, *HALF, *TENSORWISE, "--fp8-param-gather", *degrees()), 3),
     ],
     ids=[
         "tp2pp2",
@@ -105,6 +113,8 @@ def uninterrupted(flags: tuple[str, ...], at: int, iterations: int, save: str) -
         "hsdp",
         "tp2fsdp2-fp8-wires",
         "pp2fsdp2-fp8-wires",
+        "fp16",
+        "fsdp2-tensorwise-gathered",
     ],
 )
 def test_resumed_run_is_bitwise_the_same(
@@ -126,12 +136,14 @@ def test_resumed_run_is_bitwise_the_same(
         assert again.before == rest.before
         assert again.curve.losses == rest.curve.losses
         assert again.curve.grad_norms == rest.curve.grad_norms
+        assert again.curve.loss_scales == rest.curve.loss_scales
         assert again.after == rest.after
         assert 0.0 <= again.scale_error <= 1.0
         assert again.before != again.after
     record = read_record(Path(resumed[0].saved))
     assert record.iteration == 2 * half
-    assert any(name.startswith("fp8.") for name in record.tensors)
+    stateful = "--fp16" not in flags and "tensorwise" not in flags
+    assert any(name.startswith("fp8.") for name in record.tensors) is stateful
 
 
 def contents(directory: str | Path) -> dict[str, str]:

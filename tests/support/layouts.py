@@ -3,15 +3,16 @@
     def losses(flags, iterations):          # at module level of a test file, run by `Ranks`
         return start_training(flags).iterate(iterations).losses
 
-A `Training` is what `pretrain_gpt.py` builds, without run folder, reports and evaluation: the same
-configuration, plan, model, data, learning rates and step, and one global view of all its tensors.
+A `Training` is the loop that `pretrain_gpt.py` runs, one iteration at a time and without run folder
+and reports, with one global view of all its tensors.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,20 +21,21 @@ from torch.distributed.tensor import DTensor
 
 from megafp8.checkpoint.tensor_file import bytes_view
 from megafp8.config.cli import load_config
-from megafp8.config.run import RunConfig
-from megafp8.config.shape import ModelShape
-from megafp8.data.loader import BatchLoader, build_datasets
+from megafp8.data.loader import build_datasets
 from megafp8.launch.dry_run import preflight
-from megafp8.model import Model, build_model
-from megafp8.model.batch import to_tensors
-from megafp8.parallel import Mesh, World, build_mesh
+from megafp8.model import build_model
+from megafp8.parallel import World, build_mesh
 from megafp8.parallel.traffic import summarize
-from megafp8.precision import PrecisionPlan, recipe_from_config
-from megafp8.train.batch_size import BatchSizeSchedule
+from megafp8.parallel.watch import Watch
+from megafp8.precision import AuditLog, PrecisionPlan, recipe_from_config
+from megafp8.train.batch_size import BatchSizeSchedule, total_iterations
+from megafp8.train.loop import Loop
 from megafp8.train.loss_scaler import build_loss_scaler
+from megafp8.train.metrics import IterationMetrics
 from megafp8.train.schedule import LearningRateSchedule
+from megafp8.train.signals import StopSignals
 from megafp8.train.state import TrainState, _placed_like, state_tensors
-from megafp8.train.step import StepResult, TrainingStep
+from megafp8.train.step import TrainingStep
 from tests.support.states import load_state, save_state
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,71 +63,85 @@ class Curve:
     """What iterations reported, one entry each.
 
     Attributes:
-        losses, grad_norms, skipped: of `StepResult`.
-        comm_bytes, comm_calls: as in `metrics.jsonl`; over all ranks.
+        losses, grad_norms, skipped, comm_bytes, comm_calls: as in `metrics.jsonl`.
+        loss_scales, batch_sizes, learning_rates, valid_losses: as there, too.
         my_calls: this rank's own calls by kind.
     """
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
-    comm_bytes: list[dict[str, dict[str, int]]] = field(default_factory=list)
-    comm_calls: list[dict[str, int]] = field(default_factory=list)
+    comm_bytes: list[Mapping[str, Mapping[str, int]]] = field(default_factory=list)
+    comm_calls: list[Mapping[str, int]] = field(default_factory=list)
+    loss_scales: list[float] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
+    valid_losses: list[float | None] = field(default_factory=list)
     my_calls: list[dict[str, int]] = field(default_factory=list)
+
+    def add(self, metrics: IterationMetrics, my_calls: dict[str, int]) -> None:
+        """Take one iteration."""
+        assert metrics.grad_norm is not None
+        self.losses.append(metrics.loss)
+        self.grad_norms.append(metrics.grad_norm)
+        self.skipped.append(metrics.skipped)
+        self.comm_bytes.append(metrics.comm_bytes)
+        self.comm_calls.append(metrics.comm_calls)
+        self.loss_scales.append(metrics.loss_scale)
+        self.batch_sizes.append(metrics.global_batch_size)
+        self.learning_rates.append(metrics.lr)
+        self.valid_losses.append(metrics.valid_loss)
+        self.my_calls.append(my_calls)
 
 
 @dataclass
 class Training:
-    """A run on this rank, between two iterations."""
+    """A run on this rank, between two iterations of the product's own loop."""
 
-    config: RunConfig
-    shape: ModelShape
+    loop: Loop
     plan: PrecisionPlan
-    mesh: Mesh
-    model: Model
-    step: TrainingStep
-    loader: BatchLoader
-    batches: BatchSizeSchedule
-    schedule: LearningRateSchedule
-    state: TrainState
+
+    def __post_init__(self) -> None:
+        self.config, self.shape, self.mesh = self.loop.config, self.loop.shape, self.loop.mesh
+        self.step, self.model = self.loop.step, self.loop.step.model
+        self.loader = self.loop.train_loader
+        # The loop sums what it drains over all ranks; this rank's own part is kept here.
+        self._drained: list[int] = []
+        drain = self.mesh.traffic.drain
+
+        def keep() -> list[int]:
+            self._drained = drain()
+            return self._drained
+
+        self.mesh.traffic.drain = keep  # type: ignore[method-assign]
+
+    @property
+    def state(self) -> TrainState:
+        """Position and counters."""
+        return self.loop.state
 
     def micro_batches(self) -> list[dict[str, Tensor]]:
         """Return this rank's part of the next global batch."""
-        size = self.batches.batch_size(self.state.consumed_samples)
-        batch = self.loader.batch(self.state.consumed_samples, size)
-        return to_tensors(batch, self.mesh, self.config.training.seed, self.state.iteration)
+        return self.loop.micro_batches()
 
-    def one_step(self, micro_batches: list[dict[str, Tensor]] | None = None) -> StepResult:
+    def one_step(self, micro_batches: list[dict[str, Tensor]] | None = None) -> IterationMetrics:
         """Run one iteration, on other micro-batches than the data's if they are given."""
-        rate = self.schedule.learning_rate(self.state.consumed_samples)
-        size = self.batches.batch_size(self.state.consumed_samples)
-        given = self.micro_batches() if micro_batches is None else micro_batches
-        result = self.step.run(given, rate, self.state.iteration + 1)
-        self.state.iteration += 1
-        self.state.consumed_samples += size
-        self.state.skipped_iterations += result.skipped
-        return result
+        if micro_batches is None:
+            return self.loop.one_iteration()
+        with mock.patch.object(self.loop, "micro_batches", lambda: micro_batches):
+            return self.loop.one_iteration()
 
     def iterate(self, iterations: int, after: Callable[["Training"], None] | None = None) -> Curve:
         """Run iterations; `after` is called after each of them."""
         curve = Curve()
         for _ in range(iterations):
-            result = self.one_step()
-            mine = torch.tensor(self.mesh.traffic.drain(), dtype=torch.int64)
-            everyone = [torch.empty_like(mine) for _ in range(self.mesh.world.size)]
-            dist.all_gather(everyone, mine)
-            comm_bytes, comm_calls = summarize(torch.stack(everyone))
-            curve.losses.append(result.loss)
-            curve.grad_norms.append(result.grad_norm)
-            curve.skipped.append(result.skipped)
-            curve.comm_bytes.append(comm_bytes)
-            curve.comm_calls.append(comm_calls)
-            curve.my_calls.append(summarize(mine[None])[1])
+            metrics = self.one_step()
+            curve.add(metrics, summarize(torch.tensor([self._drained]))[1])
             if after is not None:
                 after(self)
         return curve
 
-    def step_with_gradients(self) -> tuple[StepResult, dict[str, Tensor]]:
+    def step_with_gradients(self) -> tuple[IterationMetrics, dict[str, Tensor]]:
         """Run one iteration; with it this rank's stages' gradients of the *sum* of token losses.
 
         They are taken where the norm is, complete and not yet scaled, and gathered whole;
@@ -163,7 +179,8 @@ class Training:
 
     def load(self, directory: str | Path) -> None:
         """Put this run where a checkpoint was."""
-        self.state = load_state(Path(directory), self.step, self.config, self.step.loss_scaler)
+        state = load_state(Path(directory), self.step, self.config, self.step.loss_scaler)
+        self.loop.state = state
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Return this rank's stages' parameters whole; collective over the stage's ranks."""
@@ -208,26 +225,22 @@ def start_training(flags: Sequence[str], load: str | Path | None = None) -> Trai
     config, shape, plan = preflight(load_config(list(flags)), size)
     mesh = build_mesh(config.layout(size), World(rank, size, rank, torch.device("cpu"), "gloo"))
     model = build_model(config, shape, plan, recipe_from_config(config), mesh)
-    step = TrainingStep(config, model, mesh, build_loss_scaler(config.precision))
     batches = BatchSizeSchedule.from_config(config, mesh.layout.dp)
-    training = Training(
+    loop = Loop(
         config=config,
         shape=shape,
-        plan=plan,
         mesh=mesh,
-        model=model,
-        step=step,
-        loader=BatchLoader(
-            build_datasets(config).train,
-            shape.seq_length,
-            config.training.micro_batch_size,
-            mesh.dp_rank,
-            mesh.layout.dp,
-        ),
+        datasets=build_datasets(config),
+        step=TrainingStep(config, model, mesh, build_loss_scaler(config.precision)),
+        state=TrainState(),
         batches=batches,
         schedule=LearningRateSchedule.from_config(config, batches),
-        state=TrainState(),
+        total_iterations=total_iterations(config, batches),
+        signals=StopSignals(),
+        watch=Watch(rank, size),
+        audit=AuditLog(Path(), enabled=False),
     )
+    training = Training(loop, plan)
     if load is not None:
         training.load(load)
     mesh.traffic.drain()
