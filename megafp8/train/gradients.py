@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.layers.parameters import local
@@ -44,6 +43,16 @@ class Gradients:
             shard = local(parameter).detach()
             self.entries.append(_Entry(name, parameter, shard, counts))
         self._by_name = {entry.name: entry for entry in self.entries}
+        # Where each parameter's square goes in `_global_norm`: the same place at every layout.
+        names = [*model.specs, OUTPUT] if model.tied else [*model.specs]
+        places = {name: place for place, name in enumerate(names)}
+        self._filled = [entry for entry in self.entries if entry.shard.numel()]
+        device = mesh.world.device
+        self._places = torch.tensor([places[e.name] for e in self._filled], device=device)
+        self._weights = torch.tensor(
+            [float(e.counts) for e in self._filled], dtype=torch.float64, device=device
+        )
+        self._num_places = len(names)
 
     def named_shards(self) -> list[NamedShard]:
         """The local fp32 shards for `build_optimizer`, in a fixed order."""
@@ -98,27 +107,41 @@ class Gradients:
         assert entry.shard.grad is not None
         return entry.shard.grad
 
-    @torch.no_grad()
     def norm(self, more: Tensor | float = 0.0) -> Tensor:
         """Global 2-norm of the raw gradients, fp64 scalar, one value on all ranks of the world.
 
-        Not finite if any gradient on any rank is not: also one of a copy that does not count, whose
-        NaN would go into that copy alone and never show in what is saved.
+        The same bits at every pipeline layout. Not finite if any gradient on any rank is not: also
+        one of a copy that does not count, whose NaN would go into that copy alone and never show in
+        what is saved.
 
         Args:
             more: added to this rank's sum of squares; inf makes the norm inf everywhere.
         """
-        groups: dict[bool, list[Tensor]] = {True: [], False: []}
-        for entry in self.entries:
-            if entry.shard.numel():
-                groups[entry.counts].append(self._grad(entry))
-        square = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device) + more
-        if groups[True]:
-            square += get_total_norm(groups[True]).double().square()
-        if groups[False]:
-            square += 0.0 * get_total_norm(groups[False]).double().square()  # inf * 0 is NaN
-        self.mesh.all.all_reduce(square, "grad_norm")
-        return square.sqrt()
+        return self._global_norm([self._grad(entry) for entry in self._filled], more)
+
+    def parameter_norm(self) -> Tensor:
+        """Global 2-norm of the fp32 master weights; otherwise as `norm`."""
+        return self._global_norm([entry.shard for entry in self._filled])
+
+    @torch.no_grad()
+    def _global_norm(self, shards: list[Tensor], more: Tensor | float = 0.0) -> Tensor:
+        """2-norm over all ranks of `shards`, one for each entry of `_filled`; waits for nothing.
+
+        Each parameter's square has a place of its own in one fp64 vector of the whole model, and
+        `more` the last: ranks that do not hold a parameter add an exact zero there, and the sum
+        over parameters has one order, however they are spread over stages. A parameter's own shards
+        are added by the all-reduce.
+        """
+        squares = torch.zeros(
+            self._num_places + 1, dtype=torch.float64, device=self.mesh.world.device
+        )
+        if shards:
+            norms = torch._foreach_norm(shards, 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
+            # Copies that do not count add 0, or NaN where they are not finite.
+            squares[self._places] = torch.stack(norms).square() * self._weights
+        squares[-1] = more
+        self.mesh.all.all_reduce(squares, "grad_norm")
+        return squares.sum().sqrt()
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:

@@ -16,13 +16,6 @@ def memory_peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
-@torch.no_grad()
 def parameter_norm(step: TrainingStep) -> float:
     """Global 2-norm of the fp32 master weights, each parameter counted once."""
-    gradients = step.gradients
-    square = torch.zeros((), dtype=torch.float64, device=gradients.mesh.world.device)
-    for entry in gradients.entries:
-        if entry.counts:
-            square += entry.shard.double().square().sum()
-    gradients.mesh.all.all_reduce(square, "grad_norm")
-    return float(square.sqrt())
+    return float(step.gradients.parameter_norm())

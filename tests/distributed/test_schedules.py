@@ -1,7 +1,7 @@
 """A pipeline schedule is an order of the same work: nothing runs twice, no bit changes.
 
-Without clipping (whose factor depends on the order in which ranks add up the norm) a pipelined run
-has every loss and every weight of one rank, bit for bit, in FP8.
+A pipelined run has every loss, gradient norm, weight, moment and FP8 scale of one rank, bit for
+bit, in FP8 and with clipping.
 """
 
 from collections import Counter
@@ -16,9 +16,11 @@ from torch.profiler import ProfilerActivity, profile
 import megafp8.layers.native.casting as casting
 import megafp8.layers.native.operands as operands
 from tests.support.layouts import (
+    CASES,
     PARITY,
     PRECISIONS,
     SP,
+    LayoutCase,
     degrees,
     merge_stages,
     start_training,
@@ -31,27 +33,45 @@ GPIPE = ("--pipeline-schedule", "gpipe")
 INTERLEAVED = ("--num-layers-per-virtual-pipeline-stage", "1")
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 RECOMPUTE = ("--recompute-granularity", "full")
+PIPELINES = [case for case in CASES if case.name.startswith("pp") and "fsdp" not in case.name]
 
 
 def trained(flags: tuple[str, ...], iterations: int) -> tuple[list[float], list[float], Any]:
-    training = start_training((*PARITY, *BATCH, "--clip-grad", "0", *flags))
+    training = start_training((*PARITY, *flags))
     curve = training.iterate(iterations)
+    # All of them were clipped: a last bit of the norm would be in every weight.
+    assert min(curve.grad_norms) > training.config.optimizer.clip_grad
     return curve.losses, curve.grad_norms, training.digests()
 
 
 @pytest.fixture(scope="module")
 def alone(ranks: Ranks) -> Any:
-    """One rank's training, by flags."""
-    known: dict[tuple[str, ...], Any] = {}
+    """One rank's training, by flags and iterations."""
+    known: dict[tuple[Any, ...], Any] = {}
 
-    def train(flags: tuple[str, ...]) -> Any:
-        if flags not in known:
-            known[flags] = ranks.run(
-                trained, world_size=1, flags=(*flags, *degrees()), iterations=5
-            )[0]
-        return known[flags]
+    def train(flags: tuple[str, ...], iterations: int) -> Any:
+        key = (*flags, iterations)
+        if key not in known:
+            flags = (*flags, *degrees())
+            known[key] = ranks.run(trained, world_size=1, flags=flags, iterations=iterations)[0]
+        return known[key]
 
     return train
+
+
+def check_one_rank(
+    ranks: Ranks,
+    alone: Any,
+    size: int,
+    flags: tuple[str, ...],
+    more: tuple[str, ...],
+    iterations: int,
+) -> None:
+    losses, norms, digests = alone(more, iterations)
+    found = ranks.run(trained, world_size=size, flags=(*more, *flags), iterations=iterations)
+    for rank in found:
+        assert (rank[0], rank[1]) == (losses, norms)
+    assert merge_stages([rank[2] for rank in found]) == digests
 
 
 @pytest.mark.parametrize("more", [(), DROPOUT, PRECISIONS["bf16"]], ids=["fp8", "dropout", "bf16"])
@@ -69,12 +89,16 @@ def alone(ranks: Ranks) -> Any:
 def test_schedules_are_one_rank_bit_for_bit(
     ranks: Ranks, alone: Any, size: int, flags: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
-    losses, norms, digests = alone(more)
-    found = ranks.run(trained, world_size=size, flags=(*more, *flags), iterations=5)
-    for rank in found:
-        assert rank[0] == losses
-        assert rank[1] == pytest.approx(norms, rel=1e-6)
-    assert merge_stages([rank[2] for rank in found]) == digests
+    check_one_rank(ranks, alone, size, flags, (*BATCH, *more), 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PIPELINES, ids=lambda case: case.name.replace(" ", ""))
+def test_pipelines_are_one_rank_bit_for_bit_over_20_iterations(
+    ranks: Ranks, alone: Any, case: LayoutCase
+) -> None:
+    layers = ("--num-layers", str(case.num_layers))
+    check_one_rank(ranks, alone, case.world_size, case.flags, layers, 20)
 
 
 @pytest.mark.parametrize("more", [(), DROPOUT], ids=["plain", "dropout"])
@@ -82,7 +106,7 @@ def test_zero_bubble_equals_1f1b_with_tensor_parallelism(
     ranks: Ranks, more: tuple[str, ...]
 ) -> None:
     wanted, found = (
-        ranks.run(trained, flags=(*more, *degrees(2, 2, SP, *schedule)), iterations=4)
+        ranks.run(trained, flags=(*BATCH, *more, *degrees(2, 2, SP, *schedule)), iterations=4)
         for schedule in ((), ZBV)
     )
     assert found[0][0] == wanted[0][0]
