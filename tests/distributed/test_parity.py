@@ -12,7 +12,6 @@ import pytest
 from megafp8.config.cli import load_config
 from megafp8.launch.dry_run import preflight
 from tests.support.layouts import (
-    BOUNDS,
     CASES,
     Curve,
     LayoutCase,
@@ -74,7 +73,7 @@ def check(
     for curve in curves[1:]:  # what is reported is the same number on every rank
         assert (curve.losses, curve.grad_norms) == (curves[0].losses, curves[0].grad_norms)
     loss, norm = deviations(curves[0], wanted)
-    loss_bound, norm_bound = BOUNDS[precision]
+    loss_bound, norm_bound = case.bounds(precision)
     assert loss <= loss_bound, (curves[0].losses, wanted.losses)
     assert norm <= norm_bound, (curves[0].grad_norms, wanted.grad_norms)
 

@@ -1,13 +1,15 @@
 """One global norm that counts every parameter once, at any layout, from planted gradients."""
 
 import math
+import zlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from megafp8.train.measure import parameter_norm
 from tests.model.small import (
     LLAMA,
     Run,
@@ -98,6 +100,33 @@ def test_every_parameter_counts_once(ranks, size, layout):
         for norm, zeros, elements in answers:
             assert norm == pytest.approx(wanted, rel=1e-7)
             assert zeros == elements - planted
+
+
+def random_norms(**changes: Any) -> tuple[float, float]:
+    """Norms of gradients and of parameters, both drawn by the parameter's name."""
+    run = start_run(small_config(STYLE, num_layers=4, **changes))
+    for name, parameter in run.model.parameters.items():
+        assert isinstance(parameter, DTensor)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        gradient = torch.randn(parameter.shape, generator=generator)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        parameter.grad = distribute_tensor(gradient, mesh, placements, src_data_rank=None)
+    run.step.gradients.collect()
+    return float(run.step.gradients.norm()), parameter_norm(run.step)
+
+
+def test_norms_have_the_same_bits_however_parameters_are_spread(ranks):
+    (wanted,) = ranks.run(random_norms, world_size=1)
+    for size, layout in (
+        (2, {"pipeline_model_parallel_size": 2}),
+        (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
+        (4, {"pipeline_model_parallel_size": 4}),
+        (4, {"pipeline_model_parallel_size": 2, "fsdp_size": 1}),
+    ):
+        assert ranks.run(random_norms, world_size=size, **layout) == [wanted] * size, layout
+    # Shards are summed in fp64, so that the fp32 factor of clipping is still the same.
+    for norms in ranks.run(random_norms, world_size=4):
+        assert norms == pytest.approx(wanted, rel=1e-14)
 
 
 def clipped(clip_grad: float, **changes: Any):
