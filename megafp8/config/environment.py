@@ -10,6 +10,27 @@ from megafp8.errors import LaunchError
 
 _COUNT = re.compile(r"[0-9]{1,9}")
 
+# What other launchers tell each of their processes: how many there are, or at least which it is.
+_SIZES = {
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",  # Open MPI
+    "MV2_COMM_WORLD_SIZE": "mpirun",  # MVAPICH2
+    "JSM_NAMESPACE_SIZE": "jsrun",
+    "FLUX_JOB_SIZE": "flux run",
+    "PALS_SIZE": "mpiexec",  # HPE Cray
+    "PMI_SIZE": "mpiexec",  # MPICH, Intel MPI, and others that speak PMI
+}
+_RANKS = {
+    "OMPI_COMM_WORLD_RANK": "mpirun",
+    "MV2_COMM_WORLD_RANK": "mpirun",
+    "JSM_NAMESPACE_RANK": "jsrun",
+    "FLUX_TASK_RANK": "flux run",
+    "PALS_RANKID": "mpiexec",
+    "PMI_RANK": "mpiexec",
+    "PMIX_RANK": "mpirun",
+    "ALPS_APP_PE": "aprun",
+}
+
 
 class OwnRankError(LaunchError):
     """An environment that is wrong on this rank; the others may know nothing of it."""
@@ -38,11 +59,12 @@ class LaunchEnvironment:
         """Read RANK, WORLD_SIZE and LOCAL_RANK; torchrun sets all three.
 
         Raises:
-            LaunchError: A variable is missing, not a number or out of range, or several tasks of
-                Slurm run without a rendezvous.
+            LaunchError: A variable is missing, not a number or out of range, or srun, mpirun or
+                another launcher of theirs started several processes without a rendezvous.
         """
         present = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environment]
         if not present:
+            _refuse_processes_apart(environment)
             return cls(notes=_slurm_alone(environment))
         for name in ("RANK", "WORLD_SIZE"):
             if name not in environment:
@@ -99,14 +121,31 @@ def _count(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
+def _refuse_processes_apart(environment: Mapping[str, str]) -> None:
+    """Refuse one of several processes that know nothing of each other.
+
+    Each would train alone and write into the same run folder.
+    """
+    for name, launcher in _SIZES.items():
+        size = environment.get(name, "")
+        if _COUNT.fullmatch(size) and int(size) > 1:
+            noun = "tasks" if launcher == "srun" else "processes"
+            raise LaunchError(_apart(launcher, f"{size} {noun}", name, size))
+    for name, launcher in _RANKS.items():
+        rank = environment.get(name, "")
+        if _COUNT.fullmatch(rank) and int(rank) > 0:
+            raise LaunchError(_apart(launcher, "several processes", name, rank))
+
+
+def _apart(launcher: str, count: str, name: str, value: str) -> str:
+    start = "srun --ntasks-per-node 1 torchrun ..." if launcher == "srun" else "torchrun ..."
+    return (
+        f"{launcher} started {count} ({name}={value}) but WORLD_SIZE and RANK are not set; start "
+        f"torchrun once per node, which starts the ranks there: {start}"
+    )
+
+
 def _slurm_alone(environment: Mapping[str, str]) -> tuple[str, ...]:
-    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks not in ("", "1"):
-        # Each task would train alone and write into the same run folder.
-        raise LaunchError(
-            f"srun started {tasks} tasks (SLURM_STEP_NUM_TASKS) but WORLD_SIZE and RANK are not "
-            "set; start one torchrun per node: srun --ntasks-per-node 1 torchrun ..."
-        )
     allocated = environment.get("SLURM_NTASKS", "1")
     if allocated in ("", "1"):
         return ()

@@ -64,6 +64,47 @@ def test_srun_without_torchrun_is_refused() -> None:
         LaunchEnvironment.from_mapping({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"})
 
 
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "mpirun started 2 processes"),
+        ({"MV2_COMM_WORLD_SIZE": "4"}, "mpirun started 4 processes"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "mpiexec started 2 processes"),
+        ({"PMI_SIZE": "2", "PALS_RANKID": "0"}, "mpiexec started 2 processes"),
+        ({"JSM_NAMESPACE_SIZE": "6"}, "jsrun started 6 processes"),
+        ({"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0"}, "flux run started 2 processes"),
+        # These tell which process this is and not how many there are.
+        ({"PMIX_RANK": "1"}, "mpirun started several processes"),
+        ({"PALS_RANKID": "3"}, "mpiexec started several processes"),
+        ({"ALPS_APP_PE": "1"}, "aprun started several processes"),
+    ],
+)
+def test_processes_of_mpi_launchers_are_refused(variables: dict[str, str], launcher: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        LaunchEnvironment.from_mapping(variables)
+    text, (name, value) = str(caught.value), next(iter(variables.items()))
+    assert launcher in text and f"({name}={value})" in text and "start torchrun" in text
+    assert caught.value.exit_code == 2
+    # torchrun below them sets its own, and is believed.
+    assert LaunchEnvironment.from_mapping({**TORCHRUN, **variables}).world_size == 2
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},
+        {"PMI_SIZE": "1", "PMI_RANK": "0"},
+        {"MV2_COMM_WORLD_SIZE": "1"},
+        {"JSM_NAMESPACE_SIZE": "1", "JSM_NAMESPACE_RANK": "0"},
+        {"FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"},
+        {"PMIX_RANK": "0"},
+        {"PMI_SIZE": "", "PMI_RANK": "x"},
+    ],
+)
+def test_one_process_of_an_mpi_launcher_trains(variables: dict[str, str]) -> None:
+    assert LaunchEnvironment.from_mapping(variables) == LaunchEnvironment(0, 1, 0, False, ())
+
+
 def test_who_speaks_before_all_is_validated() -> None:
     assert guess_ranks({}) == (0, 0)
     assert guess_ranks({"RANK": "3"}) == (3, 3)
