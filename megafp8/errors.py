@@ -31,6 +31,18 @@ class LaunchError(MegaFP8Error):
     """A world size, rendezvous or device that does not fit the run."""
 
 
+class MeetingError(LaunchError):
+    """Ranks that have not come to the rendezvous.
+
+    Attributes:
+        speaks: Whether this rank is the one that tells.
+    """
+
+    def __init__(self, message: str, speaks: bool) -> None:
+        super().__init__(message)
+        self.speaks = speaks
+
+
 class PeerError(MegaFP8Error, RuntimeError):
     """This rank had to stop because another one failed, stopped or vanished; names that one.
 
@@ -53,3 +65,19 @@ class TrainingError(MegaFP8Error, RuntimeError):
     """
 
     exit_code: int = 1
+
+
+class StoppedBySignal(BaseException):
+    """A signal that came before the first iteration, raised in the main thread to end the process.
+
+    No error: nothing that clears up after errors alone may take it for one.
+
+    Attributes:
+        number: Of the signal.
+    """
+
+    exit_code: int = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 ROOT_NAME = "megafp8"
+TRACKER_THREAD = "tracker"  # how the names of threads begin that may wait for what is elsewhere
 _logger = logging.getLogger(f"{ROOT_NAME}.log")
 
 

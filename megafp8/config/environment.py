@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megafp8.errors import LaunchError
 
@@ -46,6 +47,7 @@ class LaunchEnvironment:
         local_rank: rank on this node.
         under_torchrun: whether torchrun (or another launcher that sets RANK) started it.
         notes: decisions worth a log line.
+        started: when the program did, by `time.monotonic()`.
     """
 
     rank: int = 0
@@ -53,6 +55,7 @@ class LaunchEnvironment:
     local_rank: int = 0
     under_torchrun: bool = False
     notes: tuple[str, ...] = ()
+    started: float = field(default_factory=time.monotonic, compare=False, repr=False)
 
     @classmethod
     def from_mapping(cls, environment: Mapping[str, str]) -> LaunchEnvironment:

@@ -1,8 +1,8 @@
 """The entry point: command line and environment in, exit code out.
 
 Exit codes: 0 done, 1 a run that had to stop, 2 a mistake that one line explains, 75 a run that a
-signal ended early and whose state is saved (the same command goes on from there), 130 ended by
-Ctrl-C, which saves nothing.
+signal ended early and whose state, if it had begun, is saved (the same command goes on from there),
+130 ended by Ctrl-C, which saves nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -28,14 +29,22 @@ from megafp8.config.environment import (
 from megafp8.config.megatron_flags import accepted_reason
 from megafp8.config.run import RunConfig
 from megafp8.config.yaml_reader import UnreadableFileError
-from megafp8.errors import CheckpointError, DataError, MegaFP8Error, PeerError
+from megafp8.errors import (
+    CheckpointError,
+    DataError,
+    LaunchError,
+    MeetingError,
+    MegaFP8Error,
+    PeerError,
+    StoppedBySignal,
+)
 from megafp8.launch.dry_run import choose_world_size, describe, preflight
 from megafp8.launch.hardware import decide
-from megafp8.log import configure, get_logger
+from megafp8.log import TRACKER_THREAD, configure, get_logger
 from megafp8.train.signals import INTERRUPTED, Interrupt, StopSignals, ignore_signals
 
 PROGRAM = "pretrain_gpt.py"
-STOPPED_BY_SIGNAL = 75  # EX_TEMPFAIL of sysexits.h: try again later
+STOPPED_BY_SIGNAL = StoppedBySignal.exit_code
 GRACE_SECONDS = 5.0
 
 # Switches of ours that are accepted for Megatron's sake and always hold.
@@ -56,10 +65,11 @@ def run_program(argv: list[str]) -> NoReturn:
         code = INTERRUPTED
     ignore_signals()
     _flush_stdout()
-    distributed = sys.modules.get("torch.distributed")
-    if code and distributed is not None and distributed.is_initialized():
+    hung = any(thread.name.startswith(TRACKER_THREAD) for thread in threading.enumerate())
+    if hung or (code and "torch.distributed" in sys.modules):
         # Python's own exit would wait until every pending collective of a process group that was
-        # not left in order has timed out, and the other ranks would wait with this one.
+        # not left in order has timed out, and the other ranks would wait with this one. It would
+        # also flush what a tracker has open on a file system that does not answer.
         logging.shutdown()
         sys.stderr.flush()
         os._exit(code)
@@ -138,8 +148,27 @@ def _saved_run(load: str) -> tuple[str, Mapping[str, Any]]:
 def _train(config: RunConfig, launch: LaunchEnvironment) -> int:
     configure(launch.rank)
     stop = StopSignals()
-    if config.training.exit_signal_handler:
-        stop.install()  # before torch, whose import takes seconds
+    speaks = launch.rank == 0 or launch.local_rank == 0
+    tell = _say if speaks else lambda text: None
+    if threading.current_thread() is threading.main_thread():
+        if config.training.exit_signal_handler:
+            stop.install()  # before torch, whose import takes seconds
+        stop.guard_set_up(tell)
+    try:
+        code = _train_guarded(config, launch, stop)
+    except StoppedBySignal as signal:
+        tell(stop.stop_line(signal.number))
+        return STOPPED_BY_SIGNAL
+    except KeyboardInterrupt as error:
+        raise error if error.args else KeyboardInterrupt(f"at {stop.where()}") from None
+    except Exception:
+        stop.settle()  # what is told now, perhaps after a while, is not cut short
+        raise
+    stop.settle()
+    return code
+
+
+def _train_guarded(config: RunConfig, launch: LaunchEnvironment, stop: StopSignals) -> int:
     check_trainable(config)
     config, choice = decide(config, launch.local_rank)
     resolved, _, _ = preflight(config, launch.world_size)
@@ -170,19 +199,20 @@ def _without_effect(config: RunConfig) -> list[tuple[str, str]]:
 def _speaks(error: MegaFP8Error, rank: int, local_rank: int) -> bool:
     """Whether this rank prints an error: rank 0, or the one whose own fault it is.
 
-    A file may be missing on one node only, so the first rank of each node speaks about files.
+    A file, or a name, may be missing on one node only: the first rank of each node speaks of them.
     """
     if isinstance(error, PeerError):
         return error.speaks
+    if isinstance(error, MeetingError) and error.speaks:
+        return True
     if rank == 0 or isinstance(error, OwnRankError):
         return True
-    return local_rank == 0 and isinstance(error, (UnreadableFileError, DataError))
+    return local_rank == 0 and isinstance(error, (UnreadableFileError, DataError, LaunchError))
 
 
 def _interrupted(where: str, rank: int) -> int:
     if rank == 0:
-        text = f"interrupted{' ' if where else ''}{where}"
-        print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+        _say(f"interrupted{' ' if where else ''}{where}")
     return INTERRUPTED
 
 
@@ -200,8 +230,12 @@ def _flush_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _say(text: str) -> None:
+    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+
+
 def _complain(text: str) -> None:
-    print(f"{PROGRAM}: error: {text}", file=sys.stderr, flush=True)
+    _say(f"error: {text}")
 
 
 def _one_line(error: MegaFP8Error) -> str:

@@ -1,17 +1,18 @@
 """Joins and leaves the process group; below the launcher, only this file reads the environment."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from megafp8.errors import LaunchError
+from megafp8.parallel.rendezvous import Rendezvous
+from megafp8.parallel.watch import Watch
 
-MEETING_LIMIT = timedelta(minutes=20)
+MEETING_LIMIT = timedelta(minutes=20)  # for ranks that show that they live
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,41 @@ def choose_backend(requested: str | None) -> str:
     return requested or ("nccl" if available else "gloo")
 
 
+def watch_over(rank: int, world_size: int, asked: Callable[[], int] = lambda: 0) -> Watch:
+    """Return what leaves this rank's signs of life at the rendezvous, and reads those of others.
+
+    More than one process needs MASTER_ADDR and MASTER_PORT in the environment (torchrun sets them).
+
+    Args:
+        rank: this rank.
+        world_size: ranks in all.
+        asked: the signal that is about to end this process before its first iteration; 0 if none.
+
+    Raises:
+        LaunchError: a variable is missing, or no port.
+    """
+    if world_size == 1:
+        return Watch(rank, world_size)
+    missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(key)]
+    if missing:
+        raise LaunchError(
+            f"world size {world_size} needs {' and '.join(missing)} in the environment; "
+            "start with torchrun, which sets them"
+        )
+    port = os.environ["MASTER_PORT"]
+    if not (port.isdecimal() and 1 <= int(port) < 2**16):
+        raise LaunchError(f"MASTER_PORT: found {port!r} in the environment, allowed 1 to 65535")
+    rendezvous = Rendezvous(
+        os.environ["MASTER_ADDR"],
+        int(port),
+        rank,
+        world_size,
+        held=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
+    return Watch(rank, world_size, rendezvous=rendezvous, asked=asked)
+
+
 def start(
     rank: int,
     world_size: int,
@@ -52,14 +88,16 @@ def start(
     backend: str | None = None,
     timeout_minutes: float = 10,
     deterministic: bool = False,
+    watch: Watch | None = None,
 ) -> World:
     """Initialise the default process group and choose this rank's device.
 
-    More than one process needs MASTER_ADDR and MASTER_PORT in the environment (torchrun sets them);
-    a single process uses an in-memory store and opens no port.
+    More than one process meet first, at the store of `watch` (one of their own by default); a
+    single process uses an in-memory store and opens no port.
 
     Raises:
         LaunchError: NCCL asked for without CUDA, more local ranks than GPUs, or no rendezvous.
+        PeerError: another rank has failed before it came.
     """
     name = choose_backend(backend)
     device = torch.device("cpu")
@@ -85,54 +123,18 @@ def start(
             timeout=timeout,
         )
     else:
-        missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
-        if missing:
-            raise LaunchError(
-                f"world size {world_size} needs {' and '.join(missing)} in the environment; "
-                "start with torchrun, which sets them"
-            )
+        watch = watch or watch_over(rank, world_size)
+        store = watch.meet(timeout, max(timeout, MEETING_LIMIT))
+        watch.place = "the creation of the process group"
         dist.init_process_group(
             name,
-            store=_meet(rank, world_size, timeout),
+            store=dist.PrefixStore("default_pg", store),  # pyright: ignore[reportPrivateImportUsage]
             rank=rank,
             world_size=world_size,
             timeout=timeout,
             device_id=device if name == "nccl" else None,
         )
     return World(rank, world_size, local_rank, device, name, timeout)
-
-
-def _meet(rank: int, world_size: int, timeout: timedelta) -> Any:
-    """Wait until every rank has come to the rendezvous, and return its store.
-
-    A rank may come late for a good reason, such as an index that it alone has to build: this wait
-    has a limit of its own, since that of collectives may be short.
-
-    Raises:
-        LaunchError: ranks are missing; names them where a launcher holds the store.
-    """
-    limit = max(timeout, MEETING_LIMIT)
-    try:
-        store, _, _ = next(rendezvous("env://", rank=rank, world_size=world_size, timeout=limit))
-    except RuntimeError as error:
-        # Without a launcher's store rank 0 holds it, and opens it only when all have come.
-        found = " ".join(str(error).split())[:200]
-        raise LaunchError(
-            f"the {world_size} ranks did not meet at {os.environ['MASTER_ADDR']}:"
-            f"{os.environ['MASTER_PORT']} within {limit.total_seconds():g} s ({found}); look at "
-            "what the missing ones printed"
-        ) from error
-    keys = [f"megafp8_joined_{other}" for other in range(world_size)]
-    store.set(keys[rank], "")
-    try:
-        store.wait(keys, limit)
-    except RuntimeError as error:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        raise LaunchError(
-            f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {world_size} "
-            f"did not join within {limit.total_seconds():g} s; look at what they printed"
-        ) from error
-    return dist.PrefixStore("default_pg", store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def stop() -> None:

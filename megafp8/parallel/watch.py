@@ -1,62 +1,133 @@
-"""Which rank was the first to fail, or has fallen silent, told by the ranks that notice it.
+"""Which rank has not come, was the first to fail, or has fallen silent, told by the others.
 
 A rank that dies, or is stopped, shows on the others as a broken or endless collective whose message
 names an address at best. Here every rank leaves signs of life in the rendezvous store, from a
 thread, so that a long step counts as life and a stopped process does not; and a rank that fails
 leaves its reason there. A rank that then finds a collective broken looks up whose fault it is.
+
+Until a run has begun, a rank that a signal ends takes the others with it: each gets the signal too.
 """
 
+import logging
 import os
+import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megafp8.errors import PeerError
+from megafp8.errors import LaunchError, MeetingError, MegaFP8Error, PeerError, StoppedBySignal
 from megafp8.log import get_logger
+from megafp8.parallel.meeting import PLACE, Meeting
+from megafp8.parallel.rendezvous import Rendezvous
 
 log = get_logger(__name__)
 
 T = TypeVar("T")
 _PREFIX = "megafp8_watch"
+_FIRST_WORD, _NEXT_WORDS = 3.0, 60.0  # seconds until it is told for whom a rank waits, and again
+_OPENS = 2.0  # seconds that a rank that leaves before the store is open waits for it, to leave word
+_RESOLVES = 25.0  # seconds in which the name of the rendezvous host has to resolve
 _PATIENCE = 5  # beats from a rank's failure to a word about it where the main thread has none
 _IN_VAIN = ("timed out", "timeout")
 _BROKEN = (*_IN_VAIN, "closed by peer", "reset by peer", "broken pipe", "aborted")
 
 
 class Watch:
-    """A context around everything that a rank does after it has joined the process group.
+    """A context around everything that a rank does once it knows how many ranks there are.
 
     Args:
         rank: This rank.
         size: Ranks in all.
         beat: Seconds between signs of life.
         silence: Seconds without one after which a rank is called silent in the log.
+        rendezvous: Where the ranks meet; None where they have, in the default process group.
+        asked: The signal that is about to end this process before its first iteration; 0 if none.
+
+    Attributes:
+        place: What this rank is doing, for others to read.
+        setting_up: No iteration has begun: a signal to one rank ends all of them.
     """
 
-    def __init__(self, rank: int, size: int, beat: float = 1.0, silence: float = 15.0) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        beat: float = 1.0,
+        silence: float = 15.0,
+        rendezvous: Rendezvous | None = None,
+        asked: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.rank, self.size, self.beat, self.silence = rank, size, beat, silence
-        self.place = "set-up"  # what this rank is doing, for others to read
+        self.place = "set-up"
+        self.setting_up = rendezvous is not None
+        self._rendezvous, self._asked = rendezvous, asked
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._shared: Any = None  # for the process group
         self._store: Any = None
+        self._opened = threading.Event()  # or it is known why the store cannot be
+        self._trouble: MegaFP8Error | None = None
         self._seen: dict[int, tuple[str, float]] = {}
         self._called: set[int] = set()
-        self._failed = ""  # what another rank published before it left
+        self._failed = ""  # what a rank published before it left
+        self._ended_by = 0  # the signal that made it leave, where one did before the run had begun
+        self._asked_before = False  # whether a signal was there one beat ago
         self._leaving = False  # whether the main thread knows that something has failed
+        self._meeting = None if rendezvous is None else Meeting(rank, size, rendezvous.address)
 
     def __enter__(self) -> "Watch":
-        if self.size > 1:
-            # A connection of its own: the shared one may be inside a long wait.
-            shared: Any = dist.distributed_c10d._get_default_store()
-            self._store = dist.PrefixStore(_PREFIX, shared.clone())  # pyright: ignore[reportPrivateImportUsage]
+        self._begin()
+        return self
+
+    def _begin(self) -> None:
+        if self.size > 1 and self._thread is None:
             self._thread = threading.Thread(target=self._live, name="watch", daemon=True)
             self._thread.start()
-        return self
+
+    def meet(self, timeout: timedelta, late: timedelta) -> Any:
+        """Wait until all ranks have come here.
+
+        Args:
+            timeout: How long a rank may give no sign of life.
+            late: How long one may stay away that does; it may have an index to build.
+
+        Returns:
+            A connection to the rendezvous store, for the process group.
+
+        Raises:
+            LaunchError: the store cannot be opened.
+            MeetingError: ranks are missing.
+            PeerError: another rank has failed before it came, or rank 0 has gone with the store.
+        """
+        assert self._rendezvous is not None and self._meeting is not None
+        self._begin()
+        self.place, self._meeting.arrived = PLACE, True
+        began = time.monotonic()
+        word = began + _FIRST_WORD
+        while not self._meeting.complete:
+            trouble = "" if self._store else self._rendezvous.trouble
+            waits, speaks = self._meeting.text(trouble), self._meeting.speaks()
+            if self._trouble is not None:
+                raise self._trouble
+            if self._failed:
+                raise self._others_failure(f"rank {self.rank} was at {PLACE}")
+            if not self._rendezvous.resolved and time.monotonic() > began + _RESOLVES:
+                raise LaunchError(self._rendezvous.unresolved)
+            if self._meeting.quiet(began, timeout.total_seconds()):
+                raise MeetingError(_gave_up(waits, timeout, "no sign of life"), speaks)
+            if time.monotonic() > began + late.total_seconds():
+                raise MeetingError(_gave_up(waits, late, "alive, but not here"), speaks)
+            if time.monotonic() > word and speaks:
+                log.log(logging.WARNING if self.rank == 0 else logging.ERROR, "%s", waits)
+                word = time.monotonic() + _NEXT_WORDS
+            time.sleep(0.02)
+        return self._shared
 
     def __exit__(
         self,
@@ -64,14 +135,16 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Publish a failure of this rank's own, or raise the `PeerError` behind it."""
+        """Publish a failure of this rank's own, or raise what ended the rank behind it."""
         self._leaving = True
         try:
+            if error is not None and self._thread is not None:
+                self._opened.wait(_OPENS)
             if error is None or self._store is None:
                 return
             # An interrupt may have come while a collective failed because of others' interrupts.
             broken = _broken_collective(error) if isinstance(error, Exception) else None
-            peer = None
+            peer: BaseException | None = None
             if broken is None:
                 self._publish(error)
             else:
@@ -87,22 +160,75 @@ class Watch:
     # ------------------------------------------------------------------------ signs of life
 
     def _live(self) -> None:
-        count = 0
+        try:
+            if self._store is None:
+                self._open()
+        except MegaFP8Error as error:
+            self._trouble = error
+            return
+        finally:
+            self._opened.set()
+        count, pause, since, began = 0, 0.0, 0, time.monotonic()
         # The lowest rank looks after the others, the next one after the lowest.
         watched = [rank for rank in range(self.size) if rank != self.rank] if self.rank < 2 else []
-        pause, since = 0.0, 0
         while not self._stop.wait(pause):
-            count, pause = count + 1, self.beat
+            meeting = self._meeting is not None and not self._meeting.complete
+            # While ranks meet, nobody shall lose a noticeable part of what the others took.
+            elapsed = time.monotonic() - began
+            count, pause = count + 1, min(self.beat, 0.02 + 0.1 * elapsed) if meeting else self.beat
             try:
                 self._store.set(f"life_{self.rank}", f"{count} {self.place}")
-                self._failed = self._failed or self._published()
+                self._leave_word_of_signal()
+                self._hear()
                 since += bool(self._failed)
                 if since == _PATIENCE and not self._leaving:
                     self._point_out()
-                if count % 5 == 0:
+                if meeting and self._meeting is not None:
+                    self._meeting.look(self._store, self._signs)
+                elif count % 5 == 0:
                     self._look(watched if self.rank == 0 else watched[:1])
             except RuntimeError:  # DistError: every failure of the store
-                return  # it is gone, and with it the run; the main thread will notice
+                # It is gone, and with it the run; the main thread will notice, but where it meets.
+                self._trouble = self._trouble or self._store_is_gone()
+                return
+
+    def _open(self) -> None:
+        """Connect to the store."""
+        if self._rendezvous is None:
+            self._shared = dist.distributed_c10d._get_default_store()
+        else:
+            self._shared = self._rendezvous.open(self._stop)
+        # A connection of its own: the shared one may be inside a long wait.
+        self._store = dist.PrefixStore(_PREFIX, self._shared.clone())  # pyright: ignore[reportPrivateImportUsage]
+
+    def _store_is_gone(self) -> PeerError:
+        where = "" if self._rendezvous is None else f" at {self._rendezvous.address}"
+        return PeerError(
+            f"the rendezvous store{where} is gone, and with it rank 0 or the launcher that held "
+            "it: look at what that printed",
+            self.rank == 1,
+        )
+
+    def _hear(self) -> None:
+        """Find out whether a rank has failed, and follow one that a signal ended in its set-up."""
+        if self._failed:
+            return
+        failed = self._published()
+        if failed and self._store.check(["ended_by"]):
+            number = int(self._store.get("ended_by"))
+            if self.setting_up and not failed.startswith(f"{self.rank} "):
+                self._ended_by = number
+                # The main thread may be where only the end of the process gets it out.
+                os.kill(os.getpid(), number)
+        self._failed = failed
+
+    def _leave_word_of_signal(self) -> None:
+        """Do it for a main thread that is in a wait which no handler interrupts."""
+        number = self._asked() if self.setting_up and not self._leaving else 0
+        if number and self._asked_before:
+            self._store.set("ended_by", str(number))
+            self._store.compare_set("failed", "", f"{self.rank} {self.place}: {_name(number)}")
+        self._asked_before = bool(number)
 
     def _point_out(self) -> None:
         """Tell who failed while the main thread waits on, where that may never raise.
@@ -153,15 +279,32 @@ class Watch:
 
     def _publish(self, error: BaseException) -> None:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:2000]
+        number = 0
         if isinstance(error, KeyboardInterrupt):
-            text = "interrupted (SIGINT)"
+            text, number = "interrupted (SIGINT)", signal.SIGINT
+        elif isinstance(error, StoppedBySignal):
+            text, number = _name(error.number), error.number
+        if number and self.setting_up:
+            self._ask(lambda: self._store.set("ended_by", str(int(number))))
         self._claim(f"{self.rank} {self.place}: {text}")
 
     def _claim(self, failure: str) -> None:
         """Publish "rank place: reason" unless somebody has published an earlier failure."""
         self._ask(lambda: self._store.compare_set("failed", "", failure))
 
-    def _explain(self, error: Exception) -> PeerError | None:
+    def _others_failure(self, where: str) -> BaseException:
+        """The error that another rank's published failure is for this one."""
+        if self._ended_by == signal.SIGINT:
+            return KeyboardInterrupt()
+        if self._ended_by:
+            return StoppedBySignal(self._ended_by)
+        culprit, _, text = self._failed.partition(" ")
+        # The culprit tells its own story at length; this is the pointer to it.
+        return PeerError(
+            f"rank {culprit} failed first, at {text}; {where}", self._speaks({int(culprit)})
+        )
+
+    def _explain(self, error: Exception) -> BaseException | None:
         """The rank behind a broken collective: one that published a failure, fell silent, is late.
 
         A late one is alive and has not waited in vain itself, whatever it met when it came.
@@ -173,13 +316,10 @@ class Watch:
         before = self._ask(lambda: self._signs(others))
         limit = time.monotonic() + 3.5 * self.beat
         while before is not None and not self._failed and time.monotonic() < limit:
-            self._failed = self._ask(self._published) or ""
+            self._ask(self._hear)
             time.sleep(0.0 if self._failed else 0.2)
         if self._failed:
-            culprit, _, text = self._failed.partition(" ")
-            speaks = self._speaks({int(culprit)})
-            # The culprit tells its own story at length; this is the pointer to it.
-            return PeerError(f"rank {culprit} failed first, at {text}; {where}", speaks)
+            return self._others_failure(where)
         after = None if before is None else self._ask(lambda: self._signs(others))
         if before is None or after is None:
             return PeerError(
@@ -224,6 +364,17 @@ class Watch:
         thread.start()
         thread.join(3.0 * self.beat)
         return answer[0] if answer else None
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def _gave_up(waits: str, limit: timedelta, reason: str) -> str:
+    return (
+        f"{waits}: {reason} for {limit.total_seconds():g} s; look at what the missing ranks "
+        "printed, or give more --distributed-timeout-minutes"
+    )
 
 
 def _broken_collective(error: BaseException | None) -> Exception | None:

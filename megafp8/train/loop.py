@@ -48,6 +48,7 @@ class Loop:
         signals: notes those to this rank.
         watch: is told where this rank is.
         audit: where skipped steps and an early stop are noted.
+        started: when the program did, by `time.monotonic()`.
         train_loader: gives the training split.
     """
 
@@ -63,6 +64,7 @@ class Loop:
     signals: StopSignals
     watch: Watch
     audit: AuditLog
+    started: float
     train_loader: BatchLoader = field(init=False)
 
     def __post_init__(self) -> None:
@@ -123,9 +125,11 @@ class Loop:
 
     def _iterate(self, writer: MetricsWriter, saver: RunSaver) -> str:
         """Train until there is nothing to train, or something ends it early: what, in a word."""
-        started = time.monotonic()
-        # One that came while the run was set up; nothing is trained or saved for it.
+        # One that came as the set-up ended; nothing is trained or saved for it.
+        self.signals.defer()
         self._signal = self._agree_on_signal()
+        self.signals.settle()
+        self.watch.setting_up = False
         self.mesh.traffic.drain()  # of setting up and loading: no iteration's
         while self.state.iteration < self.total_iterations and not self._signal:
             writer.write(self.one_iteration())
@@ -138,7 +142,7 @@ class Loop:
             if self._due(self.config.checkpoint.save_interval) and not self._signal:
                 self.watch.place = f"the save after iteration {self.state.iteration}"
                 saver.save()
-            limit = self._limit_reached(started)
+            limit = self._limit_reached()
             if limit:
                 return limit
         if self._signal and self.state.iteration >= self.total_iterations:
@@ -146,13 +150,13 @@ class Loop:
             self._signal = 0
         return signal_name(self._signal) if self._signal else ""
 
-    def _limit_reached(self, started: float) -> str:
+    def _limit_reached(self) -> str:
         """The flag that ends the run here, before its end; empty if none does."""
         if self._signal or self.state.iteration >= self.total_iterations:
             return ""
         if self._due(self.config.training.exit_interval):
             return "--exit-interval"
-        return "--exit-duration-in-mins" if self._time_is_up(started) else ""
+        return "--exit-duration-in-mins" if self._time_is_up() else ""
 
     def _lost(self, newest: Path | None) -> str:
         """What an interrupted run leaves behind, in words."""
@@ -191,13 +195,13 @@ class Loop:
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.state.iteration % (interval or 1) == 0
 
-    def _time_is_up(self, started: float) -> bool:
+    def _time_is_up(self) -> bool:
         limit = self.config.training.exit_duration_in_mins
         if limit is None:
             return False
         # Clocks differ between ranks: the first to be late decides for all.
         late = torch.tensor(
-            [time.monotonic() - started >= limit * 60],
+            [time.monotonic() - self.started >= limit * 60],
             dtype=torch.int32,
             device=self.mesh.world.device,
         )

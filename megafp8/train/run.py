@@ -19,6 +19,7 @@ from megafp8.log import get_logger
 from megafp8.model import Model, build_model
 from megafp8.numerics import Recipe, missing_product, recipe_hardware, writes_fp32
 from megafp8.parallel import Mesh, build_mesh, start, stop
+from megafp8.parallel.startup import watch_over
 from megafp8.parallel.watch import Watch
 from megafp8.precision import AuditLog, PrecisionPlan, build_plan, recipe_from_config
 from megafp8.train.batch_size import BatchSizeSchedule, total_iterations
@@ -62,12 +63,39 @@ def run(
         The number of the signal that ended the run early, the same on all ranks; 0 if none did.
 
     Raises:
-        MegaFP8Error: what the user can mend, on all ranks; data are opened before the process group
-            is joined, so that a missing file leaves no rank waiting.
+        MegaFP8Error: what the user can mend, on all ranks. Data are opened before the process group
+            is joined, and a rank that fails there leaves word for those that wait for it.
     """
+    signals = signals or StopSignals()
     # Before data and process group: a package that is not there must not cost a start.
     choose_backend(config)
     check_optimizer(config.optimizer)
+    parallel = config.parallel
+    with watch_over(launch.rank, launch.world_size, lambda: signals.pending) as watch:
+        signals.where = lambda: watch.place
+        watch.place = "the opening of the data"
+        vocab_size, datasets = _open_data(config)
+        world = start(
+            launch.rank,
+            launch.world_size,
+            launch.local_rank,
+            parallel.distributed_backend,
+            parallel.distributed_timeout_minutes,
+            config.training.deterministic_mode,
+            watch,
+        )
+        watch.place = "set-up"
+        if choice is not None:
+            check_same_choice(choice)
+        mesh = build_mesh(config.layout(world.size), world)
+        shape = ModelShape.from_config(config, vocab_size)
+        ended_by = _train(config, shape, mesh, datasets, signals, watch, choice, launch.started)
+        stop()
+    return ended_by
+
+
+def _open_data(config: RunConfig) -> tuple[int, Datasets]:
+    """Vocabulary size and splits."""
     tokenizer = build_tokenizer(config.data)
     vocab_size = resolve_vocab_size(config.data, tokenizer)
     datasets = build_datasets(config, tokenizer)
@@ -78,22 +106,7 @@ def run(
             f"seq-length + 1 = {config.model.seq_length + 1} tokens; give more to it in --split, "
             "--valid-data-path, or no --eval-interval"
         )
-    world = start(
-        launch.rank,
-        launch.world_size,
-        launch.local_rank,
-        config.parallel.distributed_backend,
-        config.parallel.distributed_timeout_minutes,
-        config.training.deterministic_mode,
-    )
-    with Watch(world.rank, world.size) as watch:
-        if choice is not None:
-            check_same_choice(choice)
-        mesh = build_mesh(config.layout(world.size), world)
-        shape = ModelShape.from_config(config, vocab_size)
-        ended_by = _train(config, shape, mesh, datasets, signals or StopSignals(), watch, choice)
-        stop()
-    return ended_by
+    return vocab_size, datasets
 
 
 def _train(
@@ -104,9 +117,10 @@ def _train(
     signals: StopSignals,
     watch: Watch,
     choice: PrecisionChoice | None,
+    started: float,
 ) -> int:
     with hold_folders(config) as folders:
-        return _train_in(config, shape, mesh, datasets, signals, watch, choice, folders)
+        return _train_in(config, shape, mesh, datasets, signals, watch, choice, started, folders)
 
 
 def _train_in(
@@ -117,6 +131,7 @@ def _train_in(
     signals: StopSignals,
     watch: Watch,
     choice: PrecisionChoice | None,
+    started: float,
     folders: HeldFolders,
 ) -> int:
     """Train in folders that are this job's alone."""
@@ -166,6 +181,7 @@ def _train_in(
             signals=signals,
             watch=watch,
             audit=audit,
+            started=started,
         ).run(_open_writer(config, run_dir, mesh, total, state.iteration), saver)
     close_backend(model.backend)
     if signal:

@@ -8,6 +8,7 @@ and reports, with one global view of all its tensors.
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -239,6 +240,7 @@ def start_training(flags: Sequence[str], load: str | Path | None = None) -> Trai
         signals=StopSignals(),
         watch=Watch(rank, size),
         audit=AuditLog(Path(), enabled=False),
+        started=time.monotonic(),
     )
     training = Training(loop, plan)
     if load is not None:
