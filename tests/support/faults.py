@@ -44,7 +44,7 @@ def without_bf16_units() -> None:
 
 
 def signal_to_self(rank: int, where: str, number: int, times: int = 1) -> None:
-    """Receive a signal in "step" 3 or "step 6", in an "evaluation", in a "save", or in "set-up"."""
+    """Receive a signal in "step" 3 or "step 6", in an "evaluation", in a "save", in "data"."""
     if int(os.environ["RANK"]) != rank:
         return
     import megafp8.train.loop as loop
@@ -79,7 +79,7 @@ def signal_to_self(rank: int, where: str, number: int, times: int = 1) -> None:
     elif where == "save":
         before(ShardWriter, "write_data")
     else:
-        assert where == "set-up", where
+        assert where == "data", where
         before(run, "build_datasets")
 
 
@@ -112,14 +112,51 @@ def slow_model(seconds: float) -> None:
 
 
 def absent(rank: int) -> None:
-    """Let one rank never come to the rendezvous, and the others give up soon."""
-    from datetime import timedelta
-
-    import megafp8.parallel.startup as startup
-
-    startup.MEETING_LIMIT = timedelta(seconds=4)
+    """Let one rank never come to the rendezvous, as if it had not been started."""
     if int(os.environ["RANK"]) == rank:
         time.sleep(600.0)
+
+
+def no_data(rank: int) -> None:
+    """Let one rank find no data."""
+    if int(os.environ["RANK"]) != rank:
+        return
+    import megafp8.train.run as run
+    from megafp8.errors import DataError
+
+    def fail(*arguments: Any) -> Any:
+        raise DataError("p.idx: no such file")
+
+    run.build_datasets = fail
+
+
+def stuck(rank: int, where: str) -> None:
+    """Let one rank stay for good where the others wait for it: "data", "world", "groups", ...
+
+    It prints "stuck" as it gets there.
+    """
+    if int(os.environ["RANK"]) != rank:
+        return
+    import torch.distributed as dist
+
+    import megafp8.train.folders as folders
+    import megafp8.train.loop as loop
+    import megafp8.train.run as run
+
+    places: dict[str, tuple[Any, str]] = {
+        "data": (run, "build_datasets"),
+        "world": (dist, "init_process_group"),
+        "groups": (run, "build_mesh"),
+        "folders": (folders, "_probe"),  # inside `on_first_rank`
+        "model": (run, "_build"),
+        "loop": (loop.Loop, "_iterate"),
+    }
+
+    def stay(*arguments: Any, **keywords: Any) -> None:
+        print("stuck", flush=True)
+        time.sleep(600.0)
+
+    setattr(*places[where], stay)
 
 
 def slow_steps(seconds: float) -> None:

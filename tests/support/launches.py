@@ -38,6 +38,9 @@ TINY = (
 )
 
 
+MASTER_ADDR = "127.0.0.1"
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -66,7 +69,7 @@ class Run:
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(size),
-                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_ADDR": MASTER_ADDR,
                 "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
