@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.data.tool_parser import ToolParser, folder, positive, run_tool  # noqa: E402
+from megafp8.data.tool_parser import ToolParser, file, folder, positive, run_tool  # noqa: E402
 
 FORMATS = ("hf", "megatron", "megafp8")
 
@@ -40,7 +40,7 @@ def main() -> int:
         "--ignore-config-field", nargs="+", default=[], metavar="NAME", help="of config.json"
     )
     parser.add_argument(
-        "--config", type=Path, help="YAML of a Megatron model whose checkpoint has no args"
+        "--config", type=file, help="YAML of a Megatron model whose checkpoint has no args"
     )
     args = vars(parser.parse_args())
     args["ignore_config_fields"] = tuple(args.pop("ignore_config_field"))

@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megafp8.data.tokenizers import TOKENIZER_TYPES  # noqa: E402
-from megafp8.data.tool_parser import ToolParser, folder, positive, run_tool  # noqa: E402
+from megafp8.data.tool_parser import ToolParser, folder, path_text, positive, run_tool  # noqa: E402
 
 
 def main() -> int:
@@ -28,9 +28,8 @@ def main() -> int:
     parser.add_argument(
         "--tokenizer-type", choices=TOKENIZER_TYPES, help="instead of the run's tokenizer"
     )
-    parser.add_argument(
-        "--tokenizer-model", metavar="PATH", help="its file or folder, instead of the run's"
-    )
+    model_help = "its file or folder, instead of the run's"
+    parser.add_argument("--tokenizer-model", type=path_text, metavar="PATH", help=model_help)
     args = parser.parse_args()
     if not 0 <= args.temperature < float("inf"):
         parser.error(f"--temperature {args.temperature}: allowed 0 or a positive number")

@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megafp8.data.preprocess import PreprocessOptions, preprocess  # noqa: E402
 from megafp8.data.tokenizers import TOKENIZER_TYPES  # noqa: E402
-from megafp8.data.tool_parser import ToolParser, filled, positive, run_tool  # noqa: E402
+from megafp8.data.tool_parser import ToolParser, path_text, positive, run_tool  # noqa: E402
 
 
 def main() -> int:
@@ -16,16 +16,15 @@ def main() -> int:
     parser.add_argument(
         "--output-prefix",
         required=True,
-        type=filled,
+        type=path_text,
         metavar="PREFIX",
         help="beginning of the output paths",
     )
     parser.add_argument(
         "--tokenizer-type", required=True, choices=TOKENIZER_TYPES, help="kind of tokenizer"
     )
-    parser.add_argument(
-        "--tokenizer-model", metavar="PATH", help="model file, or the folder that holds it"
-    )
+    model_help = "model file, or the folder that holds it"
+    parser.add_argument("--tokenizer-model", type=path_text, metavar="PATH", help=model_help)
     parser.add_argument(
         "--vocab-size", type=positive, metavar="N", help="ordinary ids of NullTokenizer"
     )

@@ -67,11 +67,6 @@ def _not_built(config: RunConfig) -> Iterator[str]:
     for asked, flag, instead in _unbuilt(config):
         if asked:
             yield f"{flag} {LATER}: {instead}"
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        paths = getattr(config.data, name)
-        if paths is not None and len(paths) > 1:
-            flag = "--" + name.replace("_", "-")
-            yield f"{flag}: a blend of data sets {LATER}; found {len(paths)} values, allowed 1"
 
 
 def _unbuilt(config: RunConfig) -> list[tuple[bool, str, str]]:

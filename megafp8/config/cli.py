@@ -15,6 +15,7 @@ from megafp8.config.checkpoint_args import SavedRun, take_model
 from megafp8.config.idle_flags import idle_defaults
 from megafp8.config.megatron_flags import judge
 from megafp8.config.names import SECTIONS, Target, suggestion, targets
+from megafp8.config.paths import FilePath
 from megafp8.config.run import RunConfig
 from megafp8.config.text import RawText, RawValue, convert, parse_bool
 from megafp8.config.yaml_reader import Tree, read_yaml
@@ -156,7 +157,7 @@ def _control(options: dict[str, list[RawText]], name: str) -> str | None:
     texts = options.pop(name, None)
     if texts is not None and not any(raw.text.strip() for raw in texts):
         raise ConfigurationError(f"{name}: found no value, allowed the path of a YAML file")
-    return None if texts is None else convert(list(texts), str)
+    return None if texts is None else convert(list(texts), FilePath)
 
 
 def _known_flags() -> list[str]:

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from megafp8.config.base import NonNegativeInt, PositiveInt, Section
+from megafp8.config.paths import FilePath
 
 DEFAULT_SPLIT = (969.0, 30.0, 1.0)
 
@@ -12,31 +13,33 @@ DEFAULT_SPLIT = (969.0, 30.0, 1.0)
 class DataConfig(Section):
     """Where samples come from."""
 
-    data_path: tuple[str, ...] | None = Field(
+    data_path: tuple[FilePath, ...] | None = Field(
         default=None,
         strict=False,
         description="path of .bin/.idx without the suffix; a blend is refused",
     )
-    train_data_path: tuple[str, ...] | None = Field(
+    train_data_path: tuple[FilePath, ...] | None = Field(
         default=None, strict=False, description="as --data-path, for training alone"
     )
-    valid_data_path: tuple[str, ...] | None = Field(
+    valid_data_path: tuple[FilePath, ...] | None = Field(
         default=None, strict=False, description="as --data-path, for validation alone"
     )
-    test_data_path: tuple[str, ...] | None = Field(
+    test_data_path: tuple[FilePath, ...] | None = Field(
         default=None, strict=False, description="as --data-path, for testing alone"
     )
     split: str | None = Field(
         default=None, description="train,valid,test proportions of --data-path (default 969,30,1)"
     )
-    data_cache_path: str | None = Field(default=None, description="folder for sample indices")
+    data_cache_path: FilePath | None = Field(default=None, description="folder for sample indices")
     mock_data: bool = Field(default=False, description="generated samples instead of a corpus")
     num_workers: NonNegativeInt = Field(default=2, description="processes that read ahead")
     tokenizer_type: (
         Literal["SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"]
         | None
     ) = Field(default=None, description="kind of tokenizer")
-    tokenizer_model: str | None = Field(default=None, description="file or folder of the tokenizer")
+    tokenizer_model: FilePath | None = Field(
+        default=None, description="file or folder of the tokenizer"
+    )
     vocab_size: PositiveInt | None = Field(
         default=None,
         description="tokens before padding; NullTokenizer adds one for end of document",
@@ -48,6 +51,11 @@ class DataConfig(Section):
         default=False, description="attention stays within a document (refused: not built yet)"
     )
     eod_mask_loss: bool = Field(default=False, description="no loss on end-of-document tokens")
+
+    @field_validator("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    @classmethod
+    def _corpus_is_one(cls, words: tuple[FilePath, ...] | None) -> tuple[FilePath, ...] | None:
+        return None if words is None else (_one_corpus(words),)
 
     @field_validator("split")
     @classmethod
@@ -65,6 +73,29 @@ class DataConfig(Section):
     def has_source(self) -> bool:
         """Whether training has anything to read."""
         return self.mock_data or self.data_path is not None or self.train_data_path is not None
+
+
+def _one_corpus(words: tuple[FilePath, ...]) -> FilePath:
+    """Return the prefix of `PREFIX` or Megatron's `WEIGHT PREFIX`, which weighs nothing alone.
+
+    Raises:
+        ValueError: With what to do, for a blend.
+    """
+    if len(words) == 2 and _is_weight(words[0]):
+        words = words[1:]
+    if len(words) != 1:
+        raise ValueError(
+            "one corpus, PREFIX or WEIGHT PREFIX (a blend is not built yet in this version; "
+            "tools/preprocess_data.py writes one corpus of all files of --input)"
+        )
+    return words[0]
+
+
+def _is_weight(word: str) -> bool:
+    try:
+        return 0 < float(word) < float("inf")
+    except ValueError:
+        return False
 
 
 def parse_split(text: str) -> tuple[float, float, float]:

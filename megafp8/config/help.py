@@ -7,6 +7,7 @@ from pydantic.fields import FieldInfo
 
 from megafp8.config.cli import CONTROL_OPTIONS
 from megafp8.config.names import NEGATIVE_FIRST, SECTIONS
+from megafp8.config.paths import FilePath
 from megafp8.config.text import field_kind
 
 _WIDTH = 96
@@ -18,6 +19,7 @@ usage: [torchrun --nproc-per-node N] pretrain_gpt.py [--config FILE.yaml] [--fla
 Pretrains a GPT model in FP8, BF16, FP16 or FP32. Flags bear Megatron's names; a YAML file has the
 same names with underscores under the sections below. Order: defaults < YAML < flags.
 Names are written in full. A switch is --name, --no-name, --name true or --name false.
+A ~ at the beginning of a path is a home folder; shell variables in it are refused.
 """
 
 
@@ -46,8 +48,8 @@ def _metavar(kind: Any, arguments: tuple[Any, ...]) -> str:
     if kind is Literal:
         return "{" + ",".join(map(str, arguments)) + "}"
     if kind is tuple:
-        return "VALUE ..." if arguments[-1] is Ellipsis else " ".join("N" * len(arguments))
-    return {int: "N", float: "X"}.get(kind, "TEXT")
+        return "PATH ..." if arguments[-1] is Ellipsis else " ".join("N" * len(arguments))
+    return {int: "N", float: "X", FilePath: "PATH"}.get(kind, "TEXT")
 
 
 def _description(field: str, info: FieldInfo) -> str:

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from megafp8.config.base import PositiveFloat, PositiveInt, Section
+from megafp8.config.paths import FilePath
 
 Schedule = Literal["1f1b", "interleaved", "zbv", "gpipe"]
 
@@ -63,7 +64,7 @@ class ParallelConfig(Section):
         description="run tensor-parallel gathers and scatters under the GEMMs "
         "(TransformerEngine's user buffers)",
     )
-    tp_comm_overlap_cfg: str | None = Field(
+    tp_comm_overlap_cfg: FilePath | None = Field(
         default=None, description="YAML file with settings by GEMM, for --tp-comm-overlap"
     )
     tp_comm_bootstrap_backend: Literal["nccl", "mpi", "gloo"] = Field(

@@ -10,6 +10,7 @@ from megafp8.config.base import (
     PositiveInt,
     Section,
 )
+from megafp8.config.paths import FilePath
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 
@@ -79,7 +80,7 @@ class PrecisionConfig(Section):
     fp8_wgrad: bool = Field(
         default=True, description="weight gradients from FP8 operands, else BF16"
     )
-    precision_policy: str | None = Field(
+    precision_policy: FilePath | None = Field(
         default=None, description="YAML file with include and exclude globs over linears"
     )
     fp8_reduce_amax: bool = Field(

@@ -5,15 +5,16 @@ from typing import Literal
 from pydantic import Field
 
 from megafp8.config.base import NonNegativeInt, PositiveInt, Section
+from megafp8.config.paths import FilePath
 
 
 class CheckpointConfig(Section):
     """Saving and loading."""
 
-    save: str | None = Field(
+    save: FilePath | None = Field(
         default=None, description="folder of checkpoints (default: in the run folder)"
     )
-    load: str | None = Field(
+    load: FilePath | None = Field(
         default=None,
         description="folder with `latest`, or one iter_N folder; empty or missing: a fresh start",
     )
@@ -49,7 +50,9 @@ class CheckpointConfig(Section):
 class LoggingConfig(Section):
     """The run folder and what is logged."""
 
-    run_dir: str | None = Field(default=None, description="run folder (default: made under runs/)")
+    run_dir: FilePath | None = Field(
+        default=None, description="run folder (default: made under runs/)"
+    )
     log_interval: PositiveInt = Field(
         default=100,
         description="iterations between log lines; the first and the last print one too",
@@ -57,7 +60,7 @@ class LoggingConfig(Section):
     log_throughput: bool = Field(default=False, description="add TFLOP/s to the log line")
     log_params_norm: bool = Field(default=False, description="add the norm of the parameters")
     log_num_zeros_in_grad: bool = Field(default=False, description="add the zeros among gradients")
-    tensorboard_dir: str | None = Field(
+    tensorboard_dir: FilePath | None = Field(
         default=None, description="TensorBoard folder (default: in the run folder)"
     )
     wandb_project: str | None = Field(default=None, description="Weights & Biases project")

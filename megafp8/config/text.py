@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from megafp8.config.messages import shown
+from megafp8.config.paths import FilePath, expand_path
 from megafp8.errors import ConfigurationError
 
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
@@ -106,7 +107,11 @@ def _convert_one(raw: RawText, kind: Any, arguments: tuple[Any, ...]) -> Any:
         if raw.text not in arguments:
             raise _error(raw, ", ".join(map(str, arguments)))
         return raw.text
-    converters: dict[Any, Callable[[RawText], Any]] = {int: _integer, float: _number}
+    converters: dict[Any, Callable[[RawText], Any]] = {
+        int: _integer,
+        float: _number,
+        FilePath: _path,
+    }
     return converters[kind](raw) if kind in converters else raw.text
 
 
@@ -147,10 +152,18 @@ def _number(raw: RawText) -> float:
     return value
 
 
+def _path(raw: RawText) -> str:
+    try:
+        return expand_path(raw.text)
+    except ValueError as error:
+        raise _error(raw, str(error)) from None
+
+
 def _described(kind: Any, arguments: tuple[Any, ...]) -> str:
     if kind is Literal:
         return ", ".join(map(str, arguments))
-    return {int: "an integer", float: "a number", bool: "true or false"}.get(kind, "text")
+    names = {int: "an integer", float: "a number", bool: "true or false", FilePath: "a path"}
+    return names.get(kind, "text")
 
 
 def _error(raw: RawText, allowed: str) -> ConfigurationError:

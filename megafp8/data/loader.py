@@ -98,35 +98,15 @@ def _sources(data: Any) -> list[tuple[IndexedDataset, range] | None]:
         if data.data_path is not None:
             raise DataError("--data-path excludes --train-data-path and its two companions")
         opened = [
-            None if path is None else IndexedDataset(_single_prefix(path, f"--{name}-data-path"))
-            for name, path in zip(SPLITS, separate, strict=True)
+            None if path is None else IndexedDataset(*path)  # the section holds one prefix each
+            for path in separate
         ]
         return [None if dataset is None else (dataset, range(len(dataset))) for dataset in opened]
     if data.data_path is None:
         raise DataError("no data: give --data-path, --train-data-path or --mock-data")
-    dataset = IndexedDataset(_single_prefix(data.data_path, "--data-path"))
+    dataset = IndexedDataset(*data.data_path)
     ranges = split_documents(data.split_weights, len(dataset))
     return [(dataset, documents) for documents in ranges]
-
-
-def _single_prefix(path: str | list[str] | tuple[str, ...], flag: str) -> str:
-    """Return the prefix of `PREFIX` or `WEIGHT PREFIX`."""
-    words = [path] if isinstance(path, str) else list(path)
-    if len(words) == 2 and _is_number(words[0]):
-        words = words[1:]
-    if len(words) != 1:
-        raise DataError(
-            f"{flag} {' '.join(words)}: a blend of several prefixes is not supported; give one"
-        )
-    return words[0]
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _refuse_unsupported(data: Any) -> None:
@@ -139,7 +119,7 @@ def _refuse_unsupported(data: Any) -> None:
 
 def _paths_given(data: Any) -> str:
     path = data.data_path or data.train_data_path or data.valid_data_path or data.test_data_path
-    return " ".join([path] if isinstance(path, str) else path)
+    return " ".join(path)
 
 
 def _log_sizes(splits: list[GPTDataset | None], seq_length: int) -> None:

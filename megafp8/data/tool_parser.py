@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megafp8.config.names import suggestion
+from megafp8.config.paths import expand_path
 from megafp8.data.sources import DEFAULT_GLOBS
 from megafp8.data.tool_signals import Ended, ended_by_signals
 from megafp8.errors import MegaFP8Error
@@ -65,7 +66,7 @@ class ToolParser(argparse.ArgumentParser):
             "--input",
             nargs="+",
             required=True,
-            type=filled,
+            type=path_text,
             metavar="PATH",
             help="JSONL files (.jsonl .json .ndjson), text files (one document each), folders",
         )
@@ -95,16 +96,27 @@ class ToolParser(argparse.ArgumentParser):
 
 def folder(text: str) -> Path:
     """The type of a flag that names a folder; the shell's empty variable is not the current one."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("it is empty, expected a folder")
-    return Path(text)
+    return Path(_path(text, "a folder"))
 
 
-def filled(text: str) -> str:
-    """The type of a flag whose text may not be empty, as the shell's empty variable is."""
+def file(text: str) -> Path:
+    """The type of a flag that names a file."""
+    return Path(_path(text, "a file"))
+
+
+def path_text(text: str) -> str:
+    """The type of a flag whose text is a path, or the beginning of one."""
+    return _path(text, "a path")
+
+
+def _path(text: str, what: str) -> str:
+    """One place for every path of every tool; a test holds them to it."""
     if not text.strip():
-        raise argparse.ArgumentTypeError("it is empty, expected a path")
-    return text
+        raise argparse.ArgumentTypeError(f"it is empty, expected {what}")
+    try:
+        return expand_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"found {text!r}, allowed {error}") from None
 
 
 def positive(text: str) -> int:

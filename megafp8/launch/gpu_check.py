@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megafp8.config.paths import expand_path
 from megafp8.launch.gpu_model import Sizes, light_context, recipes, single_layout
 from megafp8.launch.gpu_rows import Row, guarded, render_rows
 from megafp8.launch.gpu_speed import LLAMA_8B, TINY, Measurement, measure_speed, render_speed
@@ -164,7 +165,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="gpu_check", description="FP8 on one GPU")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for any machine")
     parser.add_argument("--steps", type=int, default=50, help="steps of the scale comparison")
-    parser.add_argument("--out", default="gpu_check", help="OUT.json and OUT.md are written")
+    out_help = "OUT.json and OUT.md are written"
+    parser.add_argument("--out", type=expand_path, default="gpu_check", help=out_help)
     arguments = parser.parse_args(argv)
     world = start(0, 1, 0)
     rows, speed = run_checks(world, arguments.tiny, arguments.steps)

@@ -46,7 +46,7 @@ def error(text: str) -> str:
         ("--reset-attention-mask", "--reset-attention-mask is not built yet"),
         ("--profile", "--profile is not built yet"),
         ("--fp8-stats-interval 10", "--fp8-stats-interval is not built yet"),
-        ("--data-path 0.3 a 0.7 b", "blend of data sets is not built yet"),
+        ("--data-path 0.3 a 0.7 b", "a blend is not built yet"),
     ],
 )
 def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: str) -> None:

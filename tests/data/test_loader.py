@@ -215,7 +215,6 @@ def test_errors_are_one_line(corpus, tmp_path):
         ({"data_path": (corpus,), "split": "0,1,1"}, "0 documents with 0 tokens give no training"),
         ({"valid_data_path": (corpus,)}, "--train-data-path is missing"),
         ({}, "no data: give --data-path, --train-data-path or --mock-data"),
-        ({"data_path": (corpus, corpus)}, "a blend of several prefixes is not supported"),
         ({"data_path": (f"{corpus}.bin",)}, "give the path without '.bin'"),
         ({"data_path": (str(tmp_path / "no"),)}, r"no\.idx: cannot be opened"),
         ({"mock_data": True, "reset_position_ids": True}, "--reset-position-ids is not supported"),

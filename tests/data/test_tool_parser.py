@@ -1,5 +1,6 @@
 """The tools' command lines: each mistake is one line with exit code 2, and --help is complete."""
 
+import argparse
 import ast
 import importlib.util
 import re
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.data.tool_parser import ToolParser, filled, folder, positive
+from megafp8.data.tool_parser import ToolParser, folder, path_text, positive
 from megafp8.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,6 +122,63 @@ def test_help_describes_every_option(
         assert words, f"{tool}: no text for {entry}"
 
 
+# Flags whose text is no path: patterns, names, words.
+NO_PATHS = {
+    "--exclude",
+    "--glob",
+    "--ignore-config-field",
+    "--json-keys",
+    "--max-shard-size",
+    "--prompt",
+}
+
+
+class Parser(Exception):
+    """Carries a tool's parser out of its `main`."""
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_path_of_every_tool(
+    tool: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def caught(self: ToolParser, *args: object) -> None:
+        raise Parser(self)
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(ToolParser, "parse_args", caught)
+    with pytest.raises(Parser) as thrown:
+        run(tool, [], monkeypatch)
+    (parser,) = thrown.value.args
+    paths = 0
+    for action in parser._actions:
+        if action.nargs == 0 or action.choices or action.type in (int, float, positive):
+            continue
+        name = (action.option_strings or [action.dest])[0]
+        if action.type is None:
+            assert name in NO_PATHS, f"{tool} {name}: a path needs its type"
+            continue
+        paths += 1
+        assert str(action.type("~/x")) == f"{tmp_path}/x", name
+        with pytest.raises(argparse.ArgumentTypeError, match=r"found '\$HOME/x', allowed a path"):
+            action.type("$HOME/x")
+    assert paths
+
+
+def test_no_folder_of_the_name_of_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "d.jsonl").write_text('{"text": "one"}\n')
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    encode = ["--input=~/d.jsonl", "--tokenizer-type", "ByteTokenizer"]
+    assert run("preprocess_data", [*encode, "--output-prefix=~/c"], monkeypatch) == 0
+    assert (tmp_path / "home/c_text_document.bin").is_file()
+    assert run("preprocess_data", [*encode, "--output-prefix=$HOME/c"], monkeypatch) == 2
+    assert "argument --output-prefix: found '$HOME/c', allowed a path" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
 def test_texts_that_look_like_options() -> None:
     parser = ToolParser("")
     parser.add_argument("--prompt")
@@ -132,7 +190,7 @@ def test_texts_that_look_like_options() -> None:
 
 
 def test_types() -> None:
-    assert folder("a") == Path("a") and filled(" a") == " a" and positive("3") == 3
+    assert folder("a") == Path("a") and path_text(" a") == " a" and positive("3") == 3
 
 
 def test_percent_signs_in_defaults_are_shown() -> None:
