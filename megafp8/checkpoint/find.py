@@ -95,14 +95,14 @@ def _find(load_dir: Path, to_load: bool) -> Path | None:
         _logger.warning("checkpoint %s is partial (no %s): skipped", path, RECORD_NAME)
     named, state = _read_latest(load_dir)
     if not complete:
+        if to_load and not partial:
+            _refuse_what_is_meant_otherwise(load_dir)
         if named is not None or any(iteration_of(path.name) is not None for path in partial):
             found = ", ".join(path.name for path in partial) or f"{LATEST_NAME}, which {state}"
             do = "give another --load, or an empty directory to start fresh"
             if not to_load:
                 do = "give another --save, or remove what is partial there"
             raise CheckpointError(f"{load_dir} holds no usable checkpoint, found {found}; {do}")
-        if to_load:
-            _refuse_what_is_meant_otherwise(load_dir)
         return None
     newest = complete[max(complete)]
     wanted = None if named is None else iteration_of(named)

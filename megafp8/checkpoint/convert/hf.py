@@ -20,6 +20,7 @@ from megafp8.checkpoint.convert.carried import (
 )
 from megafp8.checkpoint.convert.hf_config import choose_model_type, describe, to_hf_config
 from megafp8.checkpoint.convert.hf_fields import Fields, read_json
+from megafp8.checkpoint.convert.hf_folder import refuse_half_a_model
 from megafp8.checkpoint.convert.hf_names import GPT2_PREFIX, is_buffer, routes
 from megafp8.checkpoint.convert.routes import Route
 from megafp8.checkpoint.convert.safetensors_files import (
@@ -33,7 +34,6 @@ from megafp8.checkpoint.convert.safetensors_files import (
 )
 from megafp8.checkpoint.convert.view import Checksums, ModelView, listed, make_config
 from megafp8.checkpoint.files import sync_directory, write_atomically
-from megafp8.checkpoint.kinds import found_instead
 from megafp8.config import ModelShape
 from megafp8.errors import CheckpointError
 
@@ -56,10 +56,7 @@ def open_hf(
         CheckpointError: anything missing, damaged, unknown or unsupported, by name; before a
             tensor is read.
     """
-    if not (folder / CONFIG_NAME).is_file():
-        raise CheckpointError(
-            f"--load {folder} holds no {CONFIG_NAME}{found_instead(folder, 'hf')}"
-        )
+    refuse_half_a_model(folder)
     hf_config = read_json(folder / CONFIG_NAME)
     told = describe(Fields(folder / CONFIG_NAME, hf_config, ignored), seq_length, divisible_by)
     files = SafetensorsFolder(folder)

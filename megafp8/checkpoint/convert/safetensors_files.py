@@ -118,8 +118,9 @@ def _weight_map(folder: Path) -> dict[str, str]:
         for name, owner in found.items():
             if not isinstance(owner, str) or Path(owner).name != owner or len(owner) > 255:
                 raise CheckpointError(f"{index}: {name} is in {owner!r:.60}, no name of a file")
-            if not (folder / owner).is_file():
-                raise CheckpointError(f"{index} names {owner} for {name}, and that file is missing")
+        missing = {owner for owner in found.values() if not (folder / owner).is_file()}
+        if missing:
+            raise CheckpointError(f"{index} names files that are missing: {_some(missing)}")
         others = set(found.values()) - {SINGLE_NAME}
         if others and single.is_file():
             # transformers takes the first, other programs the second.
@@ -128,15 +129,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 f"{_some(others)}; allowed: one of them"
             )
         return found
-    if single.is_file():
-        return _names_in(folder, SINGLE_NAME)
-    others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt"))
-    shards = sorted(path.name for path in folder.glob("model-*.safetensors"))
-    found = ", ".join((shards or others)[:3]) or "no weights"
-    raise CheckpointError(
-        f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}, found {found}; "
-        "pickled weights are not read: save them as safetensors"
-    )
+    return _names_in(folder, SINGLE_NAME)
 
 
 def _names_in(folder: Path, file: str) -> dict[str, str]:
