@@ -15,6 +15,7 @@ from megafp8.checkpoint.find import find_checkpoint, foreign_files, read_record,
 from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, SHARED_PREFIX
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
+from megafp8.checkpoint.scale_checks import scale_problems
 from megafp8.checkpoint.streaming import WORKERS, TensorReader, bytes_of, in_order
 from megafp8.checkpoint.tensor_file import bytes_view
 from megafp8.checkpoint.values import flaw
@@ -79,9 +80,11 @@ class Inspection:
         record: its `megafp8.json`.
         files: all files, with what is wrong.
         shares: its tensors by kind and dtype.
-        scales: FP8 scale state; empty for a damaged checkpoint.
-        flaws: one sentence for each tensor with values that training cannot go on from; empty for
-            a damaged checkpoint.
+        scales: FP8 scale state; empty where a file is damaged.
+        flaws: one sentence for each tensor with values that training cannot go on from; empty
+            where a file is damaged.
+        scale_problems: one sentence for each FP8 tensor whose scale state is mis-shaped, missing or
+            does not fit its window; empty where a file is damaged.
     """
 
     directory: Path
@@ -90,11 +93,13 @@ class Inspection:
     shares: list[Share]
     scales: list[ScaleRow]
     flaws: list[str] = field(default_factory=list)
+    scale_problems: list[str] = field(default_factory=list)
 
     @property
     def problems(self) -> list[str]:
-        """One sentence for each damaged file."""
-        return [f"{self.directory / f.name} {f.problem}" for f in self.files if f.problem]
+        """One sentence for each damaged file, and for each FP8 tensor with damaged scale state."""
+        files = [f"{self.directory / f.name} {f.problem}" for f in self.files if f.problem]
+        return files + self.scale_problems
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,8 @@ def _inspect(directory: Path) -> Inspection:
         return Inspection(directory, record, files, shares_of(record), [])
     reader = TensorReader(directory, record)
     scales, flaws = list(_scale_rows(reader)), list(_flaws(reader))
-    return Inspection(directory, record, files, shares_of(record), scales, flaws)
+    wrong = scale_problems(reader)
+    return Inspection(directory, record, files, shares_of(record), scales, flaws, wrong)
 
 
 def _flaws(reader: TensorReader) -> Iterator[str]:
@@ -227,10 +233,8 @@ def _scale_rows(reader: TensorReader) -> Iterator[ScaleRow]:
         scale, window = reader.read(name), torch.zeros(1)
         if f"{stem}.amax_history" in reader.record.tensors:
             window = reader.read(f"{stem}.amax_history")
-        if 0 in window.shape or not window.dim():
-            raise CheckpointError(
-                f"{reader.directory} is damaged: {stem}.amax_history has shape {list(window.shape)}"
-            )
+        if not scale.numel() or not window.numel() or not window.dim():
+            continue  # no row, and a problem
         rows = window.reshape(-1, window.shape[-1])
         yield ScaleRow(
             module,

@@ -5,11 +5,12 @@ With `--fp8-reduce-amax false` every rank keeps its own scales. They are stored 
 rank j of n takes from those of the m whose share of [0, 1) overlaps its own share
 [j / n, (j + 1) / n):
 
-    n < m   several merge: histories by element-wise maximum, scales by minimum
+    n < m   several merge: histories by element-wise maximum, scales are those of merged histories
     n > m   one is copied to several
     n = m   each keeps its own
 
-The largest amax and the smallest scale are what one rank would have had that saw all tensors.
+The largest amaxes are what one rank would have had that saw all tensors. Where a merged history
+does not tell its scale (it is empty, or an inf froze it), the smallest of the ranks' is taken.
 """
 
 import dataclasses

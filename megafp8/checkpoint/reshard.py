@@ -22,9 +22,10 @@ from megafp8.checkpoint.files import (
 from megafp8.checkpoint.find import advice, find_checkpoint, read_record
 from megafp8.checkpoint.holdings import plan_holdings
 from megafp8.checkpoint.kinds import found_instead
-from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, describe_move, local_entry, move_ranks
+from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, describe_move, local_entry
 from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
 from megafp8.checkpoint.rewrite import write_streaming
+from megafp8.checkpoint.scale_checks import RankState
 from megafp8.checkpoint.streaming import TensorReader, bytes_of, crc32_of_tensor
 from megafp8.checkpoint.values import flaw, summary
 from megafp8.config import Layout, ModelShape, RunConfig
@@ -182,6 +183,7 @@ def _reshard(source: Path, root: Path, target: TargetLayout) -> ReshardReport:
     )
     before: dict[str, str] = {}
     flaws: dict[str, str] = {}
+    ranks = RankState(reader)
 
     def read(name: str) -> Tensor:
         tensor = reader.read(name)
@@ -190,7 +192,7 @@ def _reshard(source: Path, root: Path, target: TargetLayout) -> ReshardReport:
         if found is not None:
             flaws[name] = f"{name} {found}"
         if name.startswith(LOCAL_PREFIX):
-            tensor = move_ranks(name, tensor, layout.dp, layout.tp)
+            tensor = ranks.moved(name, tensor, layout.dp, layout.tp)
         return tensor
 
     former = _named_by_latest(root)

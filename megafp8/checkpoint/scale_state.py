@@ -2,7 +2,8 @@
 
 With `--fp8-reduce-amax` (the default) ranks of a stage agree on every scale: one copy is stored,
 `fp8.*`. Without it each keeps its own, stored together as `fp8_local.*` (see `rank_scales`). Either
-form loads into either kind of run, at any layout and with a window of another length.
+form loads into either kind of run, at any layout and with a window of another length. What a run
+takes over are windows: scales are chosen anew from them by its own formats and rule.
 """
 
 import math
@@ -26,7 +27,7 @@ from megafp8.checkpoint.rank_scales import (
 from megafp8.checkpoint.record import CheckpointRecord
 from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
-from megafp8.numerics import ScaleRegistry
+from megafp8.numerics import Recipe, ScaleRegistry
 from megafp8.parallel.mesh import Mesh
 
 log = get_logger(__name__)
@@ -162,6 +163,7 @@ def take_scales(
     path: Path,
     mesh: Mesh,
     reduced: bool,
+    before: Recipe | None = None,
 ) -> str | None:
     """Hand loaded scale state to the registry; what was missing starts anew, with one warning.
 
@@ -172,6 +174,7 @@ def take_scales(
         path: of the checkpoint, for messages.
         mesh: of this rank.
         reduced: `--fp8-reduce-amax`.
+        before: recipe of the run that saved; None for the registry's own.
 
     Returns:
         What was done to scales that differ between ranks, in words; None where none do.
@@ -191,15 +194,22 @@ def take_scales(
             rule = "one scale for all ranks, copied to each"
         state[name] = tensor
     fresh = registry.load(state)
+    moved = registry.rescale(before)
     if rule is not None:
         log.info("%s: scale state of ranks: %s", path, rule)
+    if moved and rule is None and before == registry.recipe:
+        log.warning("%s: %d FP8 scales did not fit their windows: chosen anew", path, moved)
+    elif moved:
+        log.info("%s: %d FP8 scales are chosen anew, by this run's formats and rule", path, moved)
     if fresh:
+        masters = registry.recipe.weight_amax == "updated"
         log.warning(
             "%s holds no scale state for %d of this rank's %d FP8 tensors; they start with scale 1 "
-            "and an empty history",
+            "and an empty history%s",
             path,
             fresh,
             len(registry),
+            " (weights with the scale of their masters)" if masters else "",
         )
     return rule
 

@@ -144,6 +144,12 @@ class TensorReader:
         """Return a tensor's global shape and dtype."""
         return self.record.tensors[name]
 
+    def file_of(self, name: str) -> Path:
+        """Return a file that holds a tensor, or part of it: for messages."""
+        places = self._metadata.storage_data or {}
+        found = (place for index, place in places.items() if index.fqn == name)
+        return self.directory / next(found).relative_path
+
     def read(self, name: str) -> Tensor:
         """Return a tensor whole, contiguous, on the CPU.
 

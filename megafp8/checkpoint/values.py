@@ -11,8 +11,9 @@ _SHOWN = 5
 def flaw(name: str, tensor: Tensor) -> str | None:
     """Return what is wrong with a tensor's values as the end of a sentence, None if nothing is.
 
-    Cases: a value that is not finite -> wrong in every tensor of floating point; a negative one ->
-    wrong in second moments, step counters and amaxes; zero or a negative one -> wrong in scales;
+    Cases: a value that is not finite -> wrong in every tensor of floating point, except an inf
+    among amaxes, which may freeze a scale; a negative one -> wrong in second moments, step counters
+    and amaxes; zero or a negative one -> wrong in scales;
     a fraction -> wrong in step counters.
 
     Args:
@@ -25,7 +26,8 @@ def flaw(name: str, tensor: Tensor) -> str | None:
     values = tensor.float() if tensor.itemsize == 1 else tensor  # no minimum of FP8 in torch
     # One pass and one wait for the device, and NaN comes through.
     lowest, highest = (float(value) for value in torch.stack(values.detach().aminmax()).tolist())
-    if not abs(lowest) < float("inf") or not abs(highest) < float("inf"):
+    inf = float("inf")
+    if not (lowest > -inf and (highest < inf or _is_amax(name))):
         bad = values.numel() - int(values.isfinite().sum())
         return f"holds {bad} values that are not finite"
     if _is_scale(name) and lowest <= 0:
@@ -41,10 +43,14 @@ def _is_scale(name: str) -> bool:
     return name.startswith((SHARED_PREFIX, LOCAL_PREFIX)) and name.endswith(".scale")
 
 
+def _is_amax(name: str) -> bool:
+    return name.startswith((SHARED_PREFIX, LOCAL_PREFIX)) and name.endswith(".amax_history")
+
+
 def _is_never_negative(name: str) -> bool:
     if name.startswith("optimizer."):
         return name.endswith("exp_avg_sq")  # a mean of squares, or its maximum
-    return name.startswith((SHARED_PREFIX, LOCAL_PREFIX)) and name.endswith(".amax_history")
+    return _is_amax(name)
 
 
 def summary(flaws: list[str]) -> str:

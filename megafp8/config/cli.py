@@ -8,6 +8,8 @@ objects, which cannot be merged raw, and answers mistakes with a box of several 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +64,8 @@ def load_config(argv: list[str]) -> RunConfig:
     """Return the run that a command line describes.
 
     Raises:
-        ConfigurationError: One line for the first thing that is wrong.
+        ConfigurationError: One line: every unknown name or wrong value, else the first thing that
+            is wrong with them together.
     """
     return parse_command(argv).config
 
@@ -75,7 +78,8 @@ def parse_command(argv: list[str], saved_run: SavedRun | None = None) -> Command
         saved_run: Reads the checkpoint for `--use-checkpoint-args`; this package cannot.
 
     Raises:
-        ConfigurationError: One line for the first thing that is wrong.
+        ConfigurationError: One line: every unknown name or wrong value, else the first thing that
+            is wrong with them together.
     """
     options = _scan(argv)
     config_file = _control(options, "--config")
@@ -164,44 +168,80 @@ def _known_flags() -> list[str]:
     return [*CONTROL_OPTIONS, *("--" + name.replace("_", "-") for name in targets())]
 
 
+class _Problems:
+    """Collects what is wrong with single names, so that all of it is told at once."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Note a refusal inside instead of raising it."""
+        try:
+            yield
+        except ConfigurationError as error:
+            self._found.append(str(error))
+
+    def tell(self) -> None:
+        """Raise everything that was noted, as one line."""
+        if self._found:
+            raise ConfigurationError("; ".join(self._found))
+
+
 def _from_options(
     options: dict[str, list[RawText]], accepted: list[str]
 ) -> dict[tuple[str, str], _Given]:
     given: dict[tuple[str, str], _Given] = {}
+    problems = _Problems()
     for name, texts in options.items():
-        target = targets().get(name[2:].replace("-", "_")) if "_" not in name else None
-        if target is None:
-            values = [raw.text for raw in texts if not raw.switch]
-            if not judge(name, values, name):
-                raise ConfigurationError(
-                    f"{name}: unknown option"
-                    + (suggestion(name, _known_flags()) or "; --help lists all")
-                )
-            accepted.append(" ".join([name, *values]))
-            continue
-        _add(given, target, texts, name)
+        with problems.collected():
+            _add_option(given, name, texts, accepted)
+    problems.tell()
     return given
+
+
+def _add_option(
+    given: dict[tuple[str, str], _Given], name: str, texts: list[RawText], accepted: list[str]
+) -> None:
+    target = targets().get(name[2:].replace("-", "_")) if "_" not in name else None
+    if target is not None:
+        _add(given, target, texts, name)
+        return
+    values = [raw.text for raw in texts if not raw.switch]
+    if not judge(name, values, name):
+        hint = suggestion(name, _known_flags()) or "; --help lists all"
+        raise ConfigurationError(f"{name}: unknown option{hint}")
+    accepted.append(" ".join([name, *values]))
 
 
 def _from_yaml(path: str, accepted: list[str]) -> dict[tuple[str, str], _Given]:
     given: dict[tuple[str, str], _Given] = {}
+    problems = _Problems()
     for section, values in read_yaml(path).items():
-        if section == "accepted_flags":
-            accepted.extend(_texts(values, f"{path}, accepted_flags"))
-            continue
-        if section not in SECTIONS:
-            target = targets().get(section)
-            hint = f"; it belongs in section {target.section}" if target is not None else ""
-            raise ConfigurationError(
-                f"{path}, {section}: unknown section{hint}, allowed {', '.join(SECTIONS)}"
-            )
-        if isinstance(values, RawText) and values.text == "" and not values.quoted:
-            continue  # a section whose keys are all commented out
-        if not isinstance(values, dict):
-            raise ConfigurationError(f"{path}, {section}: found no mapping, allowed keys of it")
-        for key, value in values.items():
-            _add_key(given, path, section, key, value, accepted)
+        with problems.collected():
+            for key, value in _keys(path, section, values, accepted).items():
+                with problems.collected():
+                    _add_key(given, path, section, key, value, accepted)
+    problems.tell()
     return given
+
+
+def _keys(path: str, section: str, values: Tree, accepted: list[str]) -> dict[str, Tree]:
+    """The keys of a section of a YAML file."""
+    if section == "accepted_flags":
+        accepted.extend(_texts(values, f"{path}, accepted_flags"))
+        return {}
+    if section not in SECTIONS:
+        target = targets().get(section)
+        hint = f"; it belongs in section {target.section}" if target is not None else ""
+        raise ConfigurationError(
+            f"{path}, {section}: unknown section{hint}, allowed {', '.join(SECTIONS)}"
+        )
+    if isinstance(values, RawText) and values.text == "" and not values.quoted:
+        return {}  # a section whose keys are all commented out
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{path}, {section}: found no mapping, allowed keys of it")
+    return values
 
 
 def _add_key(
@@ -253,9 +293,12 @@ def _build(
     given: dict[tuple[str, str], _Given], accepted: list[str], saved_run: SavedRun | None
 ) -> RunConfig:
     values: dict[str, Any] = {section: {} for section in SECTIONS}
+    problems = _Problems()
     for (section, field), item in given.items():
-        value = _typed(item)
-        values[section][field] = not value if item.target.negated else value
+        with problems.collected():
+            value = _typed(item)
+            values[section][field] = not value if item.target.negated else value
+    problems.tell()
     where = {key: item.where for key, item in given.items()}
     checkpoint = values["checkpoint"]
     if checkpoint.get("use_checkpoint_args"):

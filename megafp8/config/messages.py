@@ -25,7 +25,9 @@ def flag_name(field: str) -> str:
 
 
 def sentence(error: ValidationError, where: Mapping[tuple[str, str], str]) -> str:
-    """Return one line for a validation error; missing values are named together.
+    """Return one line for a validation error, with all that is wrong.
+
+    Missing values are named together, and alone: what else is wrong is told first.
 
     Args:
         error: What pydantic found.
@@ -37,8 +39,8 @@ def sentence(error: ValidationError, where: Mapping[tuple[str, str], str]) -> st
         flags = ", ".join(flag_name(str(item["loc"][1])) for item in missing)
         verb = "is" if len(missing) == 1 else "are"
         return f"{flags} {verb} required and missing; give them here or in the file of --config"
-    first = next(item for item in findings if item not in missing)
-    return _describe(first, where)
+    others = (_describe(item, where) for item in findings if item not in missing)
+    return "; ".join(dict.fromkeys(others))
 
 
 def _describe(item: Any, where: Mapping[tuple[str, str], str]) -> str:

@@ -62,7 +62,7 @@ class RunConfig(Section):
             where: For error messages, where each (section, field) was given.
 
         Raises:
-            ConfigurationError: One line for the first thing that is wrong.
+            ConfigurationError: One line: every field that is wrong, else the first contradiction.
         """
         try:
             return cls.model_validate(values)

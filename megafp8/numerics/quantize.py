@@ -77,15 +77,18 @@ def scale_blocks_(x: Tensor, grid: Tensor, block: tuple[int, int]) -> Tensor:
     return x.mul_(grid)
 
 
-def compute_amax(x: Tensor) -> Tensor:
+def compute_amax(x: Tensor, drop_nan: bool = False) -> Tensor:
     """Return max |x| as a 0-dim fp32 tensor on x's device, without a host sync.
 
     Cases: empty -> 0; zeros of either sign -> +0; finite -> exact in fp32 for bf16, fp16 and fp32;
-    an inf and no NaN -> inf; any NaN -> NaN. Any strides.
+    an inf and no NaN -> inf; any NaN -> NaN, or as if it were 0 with `drop_nan`. Any strides.
     """
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    low, high = torch.aminmax(x.detach())
+    x = x.detach()
+    if drop_nan:
+        x = torch.nan_to_num(x, nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    low, high = torch.aminmax(x)
     return torch.maximum(high, -low).abs().float()
 
 

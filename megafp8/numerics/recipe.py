@@ -63,10 +63,10 @@ class Recipe:
             `trimmed_max:K` (the maximum without the K largest entries; at least one stays) or
             `ema:B` (`e = B*e + (1-B)*amax`, from the oldest entry to the newest).
         nonfinite_amax: `skip` leaves a non-finite amax out of the window; `freeze` lets inf in,
-            which keeps the scale until it leaves again, and drops NaN (Transformer Engine's way:
-            its amax kernel uses fmaxf).
+            which keeps the scale until it leaves again, and looks past NaN: the entry is the
+            largest of the other values (Transformer Engine's way: its amax kernels use fmaxf).
         weight_amax: `updated` records a weight's amax right after the optimizer step, `cast` when
-            the weight is cast, one step later.
+            the weight is cast, one step later. The first scale is that of the masters, or 1.0.
         forward_format: format of inputs and weights.
         gradient_format: format of output gradients.
         fp8_wgrad: False computes the weight gradient from high-precision operands.
@@ -120,6 +120,11 @@ class Recipe:
     def stateful(self) -> bool:
         """Whether scales come from earlier steps; else from the tensor that is cast."""
         return self.name == "delayed"
+
+    @property
+    def drops_nan(self) -> bool:
+        """Whether an amax is that of the values that are not NaN, else NaN if any is."""
+        return self.stateful and self.nonfinite_amax == "freeze"
 
     def format(self, role: Role) -> Fp8Format:
         """Return the format in which tensors of this role are stored."""

@@ -1,7 +1,8 @@
 """The state of delayed scaling: one object per rank for all FP8 tensors of its stages.
 
 Per tensor: `scale`, `scale_inv`, a window of amaxes (newest last) and the amax of the current step.
-The scale of step t comes from amaxes known before t; the first step uses 1.0.
+The scale of step t comes from amaxes known before t; the first step uses 1.0, except for weights,
+whose fp32 masters are known (`take_current`).
 
     scale_new = (fp8_max / amax) / 2**margin        fp32 division
 
@@ -9,6 +10,9 @@ The scale of step t comes from amaxes known before t; the first step uses 1.0.
     scale_new inf (tiny amax)           largest finite fp32
     pending 0 (unused in this step)     no entry
     pending inf or NaN                  `skip`: counted, no entry; `freeze`: see `Recipe`
+
+A scale is its window under a rule (formats, margin, cap, algorithm): a run that loads windows under
+another rule chooses its scales anew (`rescale`).
 
 With a recipe that finds its scales in the tensor itself there is no state: such a registry only
 remembers what a step's tensors reached, so that a non-finite one is seen and named.
@@ -24,8 +28,9 @@ from torch import Tensor
 
 from megafp8.errors import CheckpointError, PrecisionError
 from megafp8.numerics.formats import Fp8Format
-from megafp8.numerics.recipe import ALL_ROLES, Recipe, Role, parse_amax_algorithm
-from megafp8.numerics.scales import current_scale, next_scale
+from megafp8.numerics.recipe import ALL_ROLES, Recipe, Role
+from megafp8.numerics.scales import next_scale
+from megafp8.numerics.windows import held_entries, moved_scale, same_scale, window_scale
 
 
 class ScaleRegistry:
@@ -38,7 +43,7 @@ class ScaleRegistry:
         keys: list of (module name, role), in order of registration.
         scale, scale_inv: [N]; written in place, so that views stay valid.
         amax_history: [H, N], newest last, 0 = unfilled.
-        pending_amax: [N]; may hold NaN until the next update.
+        pending_amax: [N]; with `skip` it may hold NaN until the next update.
         nonfinite: int64 [N], updates that saw a non-finite amax.
         frozen_steps: int64 [N], updates that kept the scale because of a non-finite amax.
         version: incremented whenever scales may have changed; keys a cache of casts.
@@ -50,7 +55,6 @@ class ScaleRegistry:
         self.recording = True
         self.version = 0
         self._index: dict[tuple[str, Role], int] = {}
-        self._choose = parse_amax_algorithm(recipe.amax_compute_algo)
         self._finalized = False
 
     def __len__(self) -> int:
@@ -123,11 +127,12 @@ class ScaleRegistry:
     def record(self, index: int, amax: Tensor) -> None:
         """Take the maximum of `amax` and what this step has seen; no-op while paused.
 
-        On the device, without a host sync. NaN wins over any number.
+        On the device, without a host sync. NaN wins over any number, or is dropped (`drops_nan`).
         """
         if self.recording:
             pending = self._pending_views[index]
-            torch.maximum(pending, amax, out=pending)
+            larger = torch.fmax if self.recipe.drops_nan else torch.maximum
+            larger(pending, amax, out=pending)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -149,14 +154,22 @@ class ScaleRegistry:
 
     @torch.no_grad()
     def take_current(self, indices: Tensor, amax: Tensor) -> None:
-        """Set scales from amaxes of now: for weights whose shards several ranks cast apart.
+        """Set scales of weights from amaxes of now: those of their masters, whoever casts them.
+
+        With delayed scaling only those whose window is empty still: their first scale. No entry is
+        made, for a window counts updates.
 
         Args:
             indices: int64 [n] of weights.
-            amax: fp32 [n], the same on all ranks that hold shards.
+            amax: fp32 [n], the same on all ranks that share their scales. 0 and inf give the scale
+                of before with delayed scaling, otherwise 1.0.
         """
-        fmt, power_of_2 = self.recipe.format("weight"), self.recipe.power_of_2_scales
-        self.scale[indices] = current_scale(amax, fmt, power_of_2=power_of_2)
+        recipe, scale = self.recipe, self.scale[indices]
+        power_of_2, cap = recipe.power_of_2_scales, recipe.scale_cap
+        before = scale if recipe.stateful else torch.ones_like(scale)
+        new = next_scale(amax, before, self._fp8_max[indices], recipe.margin, power_of_2, cap)
+        filled = (self.amax_history > 0).any(dim=0)[indices]
+        self.scale[indices] = torch.where(filled, scale, new)
         torch.reciprocal(self.scale, out=self.scale_inv)
         self.version += 1
 
@@ -191,10 +204,7 @@ class ScaleRegistry:
         enters = (amax > 0) & ~bad if skip else amax > 0
         rolled = torch.cat((self.amax_history[1:], amax[None]))
         self.amax_history.copy_(torch.where(enters, rolled, self.amax_history))
-        chosen = self._choose(self.amax_history)
-        recipe = self.recipe
-        power_of_2, cap = recipe.power_of_2_scales, recipe.scale_cap
-        new = next_scale(chosen, self.scale, self._fp8_max, recipe.margin, power_of_2, cap)
+        new, chosen = window_scale(self.amax_history, self.scale, self._fp8_max, self.recipe)
         self.scale.copy_(new)
         torch.reciprocal(self.scale, out=self.scale_inv)
         self.nonfinite += bad | nan_seen
@@ -221,7 +231,8 @@ class ScaleRegistry:
         """Take over scales and windows; other names in `state` are left alone.
 
         A window of another length keeps its newest entries. A tensor without both of its entries
-        starts anew: scale 1.0, empty window.
+        starts anew: scale 1.0, empty window. Scales stay those of the rule that chose them until
+        `rescale`.
 
         Returns:
             How many tensors started anew; 0 without state, where only kept casts become stale.
@@ -254,22 +265,42 @@ class ScaleRegistry:
         self.version += 1
         return started_anew
 
+    @torch.no_grad()
+    def rescale(self, before: Recipe | None = None) -> int:
+        """Choose all scales anew from their windows by this recipe: after loading another's.
+
+        They are then what a run of this recipe had come to with these windows, the same bits where
+        the rule is the same. Where a window does not tell (empty, or frozen by an inf), the scale
+        is moved between the rules (`moved_scale`).
+
+        Args:
+            before: recipe that chose them; None for the same rule.
+
+        Returns:
+            How many scales are others now, beyond rounding.
+        """
+        if not self.recipe.stateful:
+            return 0
+        stored = self.scale.clone()
+        kept = moved_scale(stored, self.keys, before or self.recipe, self.recipe)
+        new, _ = window_scale(self.amax_history, kept, self._fp8_max, self.recipe)
+        self.scale.copy_(new)
+        torch.reciprocal(self.scale, out=self.scale_inv)
+        self.version += 1
+        return int((~same_scale(new, stored)).sum())
+
     def _entries(self, prefix: str, window: Tensor) -> Tensor:
         """Return the newest filled entries of a saved window that this recipe would hold."""
         if window.dim() != 1:
             raise CheckpointError(
                 f"{prefix}.amax_history has shape {list(window.shape)}; one axis is expected"
             )
-        entries = torch.nan_to_num(window.float().cpu(), nan=torch.inf, posinf=torch.inf)
-        if bool((entries < 0).any()):
+        if bool((window < 0).any()):
             raise CheckpointError(
-                f"{prefix}.amax_history holds {float(entries.min()):g}; a largest absolute value "
+                f"{prefix}.amax_history holds {float(window.min()):g}; a largest absolute value "
                 "is not negative"
             )
-        entries = entries[entries > 0]
-        if self.recipe.nonfinite_amax == "skip":
-            entries = entries[entries.isfinite()]
-        return entries[-self.recipe.amax_history_len :]
+        return held_entries(window, self.recipe)
 
 
 def _checked_scale(prefix: str, scale: Tensor) -> float:

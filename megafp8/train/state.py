@@ -32,6 +32,7 @@ from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
 from megafp8.parallel.mesh import Mesh
+from megafp8.precision import recipe_from_config
 from megafp8.train.continuity import check_same_run
 from megafp8.train.loss_scaler import LossScaler
 from megafp8.train.optimizer import optimizer_tensors
@@ -175,9 +176,10 @@ def load_run(
     report = load_with_report(path, tensors | scales, _optional(with_optimizer))
     _check_values(path, tensors)
     _copy_tied(step, with_optimizer)
+    before = recipe_from_config(RunConfig.from_dict(record.config))
     rule = on_all_ranks(
         f"loading {path}",
-        lambda: take_scales(registry, scales, report.absent, path, step.mesh, reduced),
+        lambda: take_scales(registry, scales, report.absent, path, step.mesh, reduced, before),
         None,
     )[step.mesh.world.rank]
     step.refresh_weight_scales()

@@ -184,7 +184,8 @@ class TrainingStep:
         A cast would turn an inf that an update has left there into the largest FP8 number, and
         nothing of the next step would show it: the weights that hold one are remembered.
         """
-        amax = torch.stack([compute_amax(shard) for _, shard in self._fp8_weights])
+        drop_nan = registry.recipe.drops_nan
+        amax = torch.stack([compute_amax(shard, drop_nan) for _, shard in self._fp8_weights])
         self._bad_weights = torch.zeros(len(registry), dtype=torch.bool, device=amax.device)
         self._bad_weights[self._fp8_weight_indices] = ~amax.isfinite()
         return amax
@@ -193,21 +194,28 @@ class TrainingStep:
     def refresh_weight_scales(self) -> None:
         """Look at FP8 weights as they are now: at the start, after a load, after a step.
 
-        Those that FSDP gathers in FP8 get their current scales, a collective call of the stage's
-        ranks. With delayed scaling scales move with all others.
+        A collective call of the stage's ranks. With delayed scaling weights without a history get
+        the scale of their masters, the first time they are cast. Without state those that FSDP
+        gathers in FP8 get their current scales.
         """
         registry = self.model.registry
         if registry is None or not self._fp8_weights:
             return
         amax = self._weight_amaxes(registry)
-        if registry.recipe.stateful:
-            return
         amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf)  # MAX may lose NaN
-        self.mesh.stage.all_reduce(amax, "amax_all_reduce", dist.ReduceOp.MAX)
-        registry.take_current(self._fp8_weight_indices, amax)
+        registry.take_current(self._fp8_weight_indices, self._reduce_weight_amax(amax))
 
     def _reduce_amax(self, amax: Tensor) -> None:
-        """Maximum over the ranks that share scales; without sharing, only what has to agree.
+        """Maximum over the ranks that share scales; without sharing, only what has to agree."""
+        if self.config.precision.fp8_reduce_amax:
+            self.mesh.stage.all_reduce(amax, "amax_all_reduce", dist.ReduceOp.MAX)
+            return
+        weights = self._fp8_weight_indices
+        if len(weights):
+            amax[weights] = self._reduce_weight_amax(amax[weights])
+
+    def _reduce_weight_amax(self, amax: Tensor) -> Tensor:
+        """Maximum of weights' amaxes [n] over the ranks that share their scales.
 
         A weight is one tensor for all data-parallel ranks, of which each holds a shard: its scale
         has to cover the whole in any case. So with `--no-fp8-reduce-amax` weights still agree over
@@ -215,14 +223,12 @@ class TrainingStep:
         """
         if self.config.precision.fp8_reduce_amax:
             self.mesh.stage.all_reduce(amax, "amax_all_reduce", dist.ReduceOp.MAX)
-            return
-        weights = self._fp8_weight_indices
-        if len(weights):
-            # A row for each tp rank: one reduction over the stage's group, which is there already.
-            rows = amax.new_zeros(self.mesh.layout.tp, len(weights))
-            rows[self.mesh.tp_rank] = amax[weights]
-            self.mesh.stage.all_reduce(rows, "amax_all_reduce", dist.ReduceOp.MAX)
-            amax[weights] = rows[self.mesh.tp_rank]
+            return amax
+        # A row for each tp rank: one reduction over the stage's group, which is there already.
+        rows = amax.new_zeros(self.mesh.layout.tp, len(amax))
+        rows[self.mesh.tp_rank] = amax
+        self.mesh.stage.all_reduce(rows, "amax_all_reduce", dist.ReduceOp.MAX)
+        return rows[self.mesh.tp_rank]
 
     def _report_skip(self, iteration: int, tokens: float) -> str:
         """Name the parameters and ranks at fault. Rare, so object collectives are fine."""

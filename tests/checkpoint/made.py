@@ -15,8 +15,14 @@ from megafp8.checkpoint.streaming import dtype_of
 from megafp8.config import ModelShape
 from tests.model.small import FP8, VOCAB, small_config
 
+HISTORY = FP8["fp8_amax_history_len"]
+
 
 def value(name: str, entry: TensorEntry) -> Tensor:
+    if name.endswith(".scale"):  # that of its window
+        stem, window = name.removesuffix("scale"), TensorEntry((*entry.shape, HISTORY), entry.dtype)
+        largest = 57344.0 if "grad_output" in name else 448.0
+        return torch.tensor(largest) / value(f"{stem}amax_history", window).amax(-1)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     values = torch.rand(entry.shape, generator=generator) + 0.5
     return (values.ceil() if name.endswith(".step") else values).to(dtype_of(entry))
@@ -30,12 +36,14 @@ def entries_of(shape: ModelShape) -> dict[str, TensorEntry]:
         entries[f"optimizer.{spec.name}.exp_avg_sq"] = TensorEntry(spec.shape, "bfloat16")
         entries[f"optimizer.{spec.name}.step"] = TensorEntry((), "float32")
         if spec.kind == "linear":
-            stem = f"fp8.{spec.name.removesuffix('.weight')}.input"
-            entries[f"{stem}.scale"] = TensorEntry((), "float32")
-            entries[f"{stem}.amax_history"] = TensorEntry((8,), "float32")
-            local = stem.replace("fp8.", "fp8_local.", 1).replace("input", "grad_output")
-            entries[f"{local}.scale"] = TensorEntry((1, 2), "float32")
-            entries[f"{local}.amax_history"] = TensorEntry((1, 2, 8), "float32")
+            module = spec.name.removesuffix(".weight")
+            for stem, ranks in (
+                (f"fp8.{module}.input", ()),
+                (f"fp8.{module}.weight", ()),
+                (f"fp8_local.{module}.grad_output", (1, 2)),
+            ):
+                entries[f"{stem}.scale"] = TensorEntry(ranks, "float32")
+                entries[f"{stem}.amax_history"] = TensorEntry((*ranks, HISTORY), "float32")
     return entries
 
 

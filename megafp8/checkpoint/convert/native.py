@@ -30,17 +30,13 @@ from megafp8.checkpoint.files import (
     sync_directory,
     write_atomically,
 )
-from megafp8.checkpoint.find import find_checkpoint
+from megafp8.checkpoint.find import advice, find_checkpoint
 from megafp8.checkpoint.kinds import found_instead
-from megafp8.checkpoint.rank_scales import (
-    LOCAL_PREFIX,
-    SHARED_PREFIX,
-    local_entry,
-    move_ranks,
-)
+from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, SHARED_PREFIX
 from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
+from megafp8.checkpoint.scale_checks import RankState, scale_problems
 from megafp8.checkpoint.streaming import TensorReader
-from megafp8.checkpoint.values import flaw
+from megafp8.checkpoint.values import flaw, summary
 from megafp8.config import ModelShape, RunConfig
 from megafp8.config.names import SECTIONS
 from megafp8.config.records import CheckpointConfig, LoggingConfig
@@ -57,7 +53,8 @@ def open_native(load: Path) -> ModelView:
         load: a folder of checkpoints or one of them (`--load`'s rules).
 
     Raises:
-        CheckpointError: none there, partial, damaged, or not the tensors of its configuration.
+        CheckpointError: none there, partial, damaged, or not the tensors of its configuration; FP8
+            scale state that is not whole, or does not fit its windows.
     """
     directory = find_checkpoint(load)
     if directory is None:
@@ -109,11 +106,18 @@ class _ScaleState:
                 f"{tensors.directory}: {listed(both)} is stored both shared and for each rank"
             )
         self._stored |= {name: name for name in shared}
+        wrong = scale_problems(tensors)
+        for name in sorted(self._stored.values()) if not wrong else ():
+            if (found := flaw(name, tensors.read(name))) is not None:
+                wrong.append(f"{tensors.file_of(name)}: {name} {found}")
+        if wrong:
+            raise CheckpointError(
+                f"FP8 scale state is damaged: {summary(wrong)}{advice(tensors.directory)}"
+            )
         self.names = sorted(self._stored)
+        self._ranks = RankState(tensors)
         self.notes: tuple[str, ...] = ()
         if own:
-            for name in own:
-                local_entry(name, tensors.entry(name), 1, 1)  # has the axes of ranks
             self.notes = (
                 f"scale state of each rank's own: {len(own)} tensors merge into one for all, "
                 "histories by element-wise maximum, scales by minimum",
@@ -123,10 +127,7 @@ class _ScaleState:
         """One tensor as a single rank has it."""
         stored = self._stored[name]
         value = self._tensors.read(stored)
-        wrong = flaw(stored, value)
-        if wrong is not None:
-            raise CheckpointError(f"{self._tensors.directory}: {stored} {wrong}")
-        return move_ranks(stored, value, 1, 1)[0, 0] if stored != name else value
+        return self._ranks.moved(stored, value, 1, 1)[0, 0] if stored != name else value
 
 
 def _sizes(directory: Path, record: CheckpointRecord) -> tuple[RunConfig, ModelShape]:

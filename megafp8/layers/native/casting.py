@@ -69,13 +69,16 @@ class DelayedCasts:
         scale, scale_inv = self.registry.scale_of(index), self.registry.scale_inv_of(index)
         if not self.kernels.fused:
             if record and self.registry.recording:
-                self.registry.record(index, compute_amax(x))
+                self.registry.record(index, compute_amax(x, self.recipe.drops_nan))
             return QuantizedTensor(quantize(x, scale, fmt), scale_inv, fmt)
         # Imported here: it imports Triton.
         from megafp8.numerics.kernels.cast import cast
 
         pending = self._pending(index) if record else None
-        codes, transposed = cast(x, scale, fmt, amax=pending, codes=rows, transposed=columns)
+        drop_nan = self.recipe.drops_nan
+        codes, transposed = cast(
+            x, scale, fmt, amax=pending, drop_nan=drop_nan, codes=rows, transposed=columns
+        )
         return _operand(codes, transposed, scale_inv, fmt)
 
     def swiglu(self, h: Tensor) -> QuantizedTensor:
@@ -87,7 +90,9 @@ class DelayedCasts:
 
         index, fmt = self.index["input"], self.recipe.format("input")
         scale, pending = self.registry.scale_of(index), self._pending(index)
-        codes, transposed = swiglu_cast(h, scale, fmt, amax=pending, transposed=True)
+        codes, transposed = swiglu_cast(
+            h, scale, fmt, amax=pending, drop_nan=self.recipe.drops_nan, transposed=True
+        )
         return _operand(codes, transposed, self.registry.scale_inv_of(index), fmt)
 
     def swiglu_backward(self, grad: Tensor, h: Tensor) -> QuantizedTensor:
@@ -96,7 +101,9 @@ class DelayedCasts:
 
         index, fmt = self.index["grad_output"], self.recipe.format("grad_output")
         scale, pending = self.registry.scale_of(index), self._pending(index)
-        codes, transposed = swiglu_backward_cast(grad, h, scale, fmt, amax=pending, transposed=True)
+        codes, transposed = swiglu_backward_cast(
+            grad, h, scale, fmt, amax=pending, drop_nan=self.recipe.drops_nan, transposed=True
+        )
         return _operand(codes, transposed, self.registry.scale_inv_of(index), fmt)
 
     def _pending(self, index: int) -> Tensor | None:

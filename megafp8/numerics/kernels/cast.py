@@ -61,8 +61,10 @@ def put_codes(
 
 
 @triton.jit
-def put_amax(y: tl.tensor, amax: tl.tensor) -> None:
+def put_amax(y: tl.tensor, amax: tl.tensor, DROP_NAN: tl.constexpr) -> None:
     """Take the maximum of |y| and what is there; bits of |y| as uint32 let NaN win."""
+    if DROP_NAN:
+        y = tl.where(y == y, y, 0.0)
     tl.atomic_max(amax, tl.max(magnitude_bits(y)), sem="relaxed")
 
 
@@ -70,13 +72,13 @@ def put_amax(y: tl.tensor, amax: tl.tensor) -> None:
 def _cast_kernel(
     x, scale, codes, transposed, amax, m, k, stride_m, stride_k,
     E5M2: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr, AMAX: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr,
+    DROP_NAN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     rows, cols, inside = tile_of(m, k, BM, BK)
     at = x + rows[:, None] * stride_m + cols[None, :] * stride_k
     y = to_fp32(tl.load(at, mask=inside, other=0.0))
     if AMAX:
-        put_amax(y, amax)
+        put_amax(y, amax, DROP_NAN)
     if CODES or TRANSPOSED:
         factor = tl.load(scale)
         put_codes(y, factor, codes, transposed, rows, cols, inside, m, k, E5M2, CODES, TRANSPOSED)
@@ -88,6 +90,7 @@ def cast(
     fmt: Fp8Format,
     *,
     amax: Tensor | None = None,
+    drop_nan: bool = False,
     codes: bool = True,
     transposed: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -99,6 +102,7 @@ def cast(
         fmt: the target format.
         amax: fp32 0-dim that takes the maximum of itself and max |x| in place. NaN wins, then inf;
             it must not be negative. None: not wanted.
+        drop_nan: the amax is that of the values that are not NaN.
         codes: whether codes in x's own order are wanted.
         transposed: whether codes of x^T are wanted.
 
@@ -121,7 +125,7 @@ def cast(
             k,
             x.stride(0),
             x.stride(1),
-            **constants(fmt, codes, transposed, amax),
+            **constants(fmt, codes, transposed, amax, drop_nan),
         )
     return out, out_t
 
@@ -160,13 +164,16 @@ def tiles(m: int, k: int) -> int:
     return triton.cdiv(m, BLOCK_M) * triton.cdiv(k, BLOCK_K)
 
 
-def constants(fmt: Fp8Format, codes: bool, transposed: bool, amax: Tensor | None) -> dict[str, Any]:
+def constants(
+    fmt: Fp8Format, codes: bool, transposed: bool, amax: Tensor | None, drop_nan: bool
+) -> dict[str, Any]:
     """Return what kernels that cast tiles are compiled for, from the arguments of `cast`."""
     return {
         "E5M2": fmt.name == "e5m2",
         "CODES": codes,
         "TRANSPOSED": transposed,
         "AMAX": amax is not None,
+        "DROP_NAN": drop_nan,
         "BM": BLOCK_M,
         "BK": BLOCK_K,
     } | LAUNCH

@@ -37,7 +37,7 @@ ROW_BLOCK = 1024
 def _swiglu_kernel(
     x, scale, codes, transposed, amax, m, k, stride_m,
     E5M2: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr, AMAX: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr,
+    DROP_NAN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     rows, cols, inside = tile_of(m, k, BM, BK)
     at = x + rows[:, None] * stride_m + cols[None, :]
@@ -46,7 +46,7 @@ def _swiglu_kernel(
     silu = round_like(gate / (1.0 + tl.exp(-gate)), x.dtype.element_ty)
     y = round_like(silu * up, x.dtype.element_ty)
     if AMAX:
-        put_amax(y, amax)
+        put_amax(y, amax, DROP_NAN)
     factor = tl.load(scale)
     put_codes(y, factor, codes, transposed, rows, cols, inside, m, k, E5M2, CODES, TRANSPOSED)
 
@@ -55,7 +55,7 @@ def _swiglu_kernel(
 def _dswiglu_kernel(
     grad, x, scale, codes, transposed, amax, m, k, stride_g, stride_m,
     E5M2: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr, AMAX: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr,
+    DROP_NAN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     rows, cols, inside = tile_of(m, k, BM, BK)
     at = x + rows[:, None] * stride_m + cols[None, :]
@@ -69,8 +69,8 @@ def _dswiglu_kernel(
     dgate = dsilu * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     dgate = round_like(dgate, x.dtype.element_ty)
     if AMAX:
-        put_amax(dgate, amax)
-        put_amax(dup, amax)
+        put_amax(dgate, amax, DROP_NAN)
+        put_amax(dup, amax, DROP_NAN)
     factor = tl.load(scale)
     whole = 2 * k
     put_codes(
@@ -108,7 +108,7 @@ def _row_statistics_kernel(
 def _normalize_kernel(
     x, weight, bias, mean, rstd, scale, codes, transposed, amax, m, k, stride_m,
     CENTERED: tl.constexpr, E5M2: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr,
-    AMAX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    AMAX: tl.constexpr, DROP_NAN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     rows, cols, inside = tile_of(m, k, BM, BK)
     at = x + rows[:, None] * stride_m + cols[None, :]
@@ -123,7 +123,7 @@ def _normalize_kernel(
         y = y * inverse[:, None] * w[None, :]
     y = tl.where(inside, round_like(y, x.dtype.element_ty), 0.0)
     if AMAX:
-        put_amax(y, amax)
+        put_amax(y, amax, DROP_NAN)
     factor = tl.load(scale)
     put_codes(y, factor, codes, transposed, rows, cols, inside, m, k, E5M2, CODES, TRANSPOSED)
 
@@ -134,6 +134,7 @@ def swiglu_cast(
     fmt: Fp8Format,
     *,
     amax: Tensor | None = None,
+    drop_nan: bool = False,
     codes: bool = True,
     transposed: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -151,7 +152,7 @@ def swiglu_cast(
             m,
             k,
             x.stride(0),
-            **constants(fmt, codes, transposed, amax),
+            **constants(fmt, codes, transposed, amax, drop_nan),
         )
     return out, out_t
 
@@ -163,6 +164,7 @@ def swiglu_backward_cast(
     fmt: Fp8Format,
     *,
     amax: Tensor | None = None,
+    drop_nan: bool = False,
     codes: bool = True,
     transposed: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -174,6 +176,7 @@ def swiglu_backward_cast(
         scale: see `cast`.
         fmt: see `cast`.
         amax: see `cast`.
+        drop_nan: see `cast`.
         codes: see `cast`.
         transposed: see `cast`.
 
@@ -196,7 +199,7 @@ def swiglu_backward_cast(
             k,
             grad.stride(0),
             x.stride(0),
-            **constants(fmt, codes, transposed, amax),
+            **constants(fmt, codes, transposed, amax, drop_nan),
         )
     return out, out_t
 
@@ -210,6 +213,7 @@ def norm_cast(
     fmt: Fp8Format,
     *,
     amax: Tensor | None = None,
+    drop_nan: bool = False,
     codes: bool = True,
     transposed: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
@@ -246,7 +250,7 @@ def norm_cast(
             k,
             x.stride(0),
             CENTERED=centered,
-            **constants(fmt, codes, transposed, amax),
+            **constants(fmt, codes, transposed, amax, drop_nan),
         )
     return out, out_t, mean, rstd
 
