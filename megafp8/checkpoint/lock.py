@@ -47,6 +47,7 @@ class FolderLock:
         self.stale = stale
         self._token = os.urandom(8).hex()
         self.lost = ""
+        self._since = ""
         self._count = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -57,6 +58,7 @@ class FolderLock:
         Raises:
             CheckpointError: a living job has it; names the job. Or whose it is cannot be read.
         """
+        self._since = time.strftime("%Y-%m-%d %H:%M:%S")
         while not self._create():
             owner = self._read_patiently()
             if owner is None:
@@ -108,7 +110,7 @@ class FolderLock:
                 "host": _host(),
                 "pid": os.getpid(),
                 "started": _start_time(os.getpid()),
-                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+                "since": self._since,
                 "beat": self._count,
             }
         )

@@ -1,6 +1,7 @@
 """One job a folder: a living owner keeps it, a dead one does not, on this host or another."""
 
 import contextlib
+import itertools
 import json
 import logging
 import multiprocessing
@@ -45,13 +46,21 @@ def test_the_second_is_refused_until_the_first_lets_go(tmp_path: Path) -> None:
     second.release()
 
 
-def test_the_owner_keeps_giving_signs_of_life(tmp_path: Path) -> None:
+def test_the_owner_keeps_giving_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says of all of them since when it is there, which a second job is told."""
+    clock = itertools.count()
+    monkeypatch.setattr(time, "strftime", lambda form: f"moment {next(clock)}")
     lock = quick(tmp_path)
     lock.acquire()
     limit = time.monotonic() + PATIENCE_S
     while owner(tmp_path)["beat"] < 2:
         assert time.monotonic() < limit
         time.sleep(0.02)
+    assert owner(tmp_path)["since"] == "moment 0"
+    with pytest.raises(CheckpointError, match="since moment 0"):
+        quick(tmp_path).acquire()
     lock.release()
 
 

@@ -404,7 +404,8 @@ def test_precision_may_change_on_resume(
         assert abs(after.loss / before.curve.losses[-1] - 1.0) < 0.05
         about = [line for line in after.lines if "scale state" in line]
         if target == "fp8":
-            assert after.scales == (1.0, 1.0, 0.0)
+            smallest, largest, amax = after.scales
+            assert (smallest, amax) == (1.0, 0.0) and largest > 100.0, "of masters, of nothing else"
             assert len(about) == 1 and about[0].startswith("WARNING"), after.lines
             assert f"no scale state for {3 * linears} of" in about[0], about
         else:

@@ -1,6 +1,5 @@
 """Delayed scaling: golden rows, Transformer Engine's rule derived again, the registry's state."""
 
-import math
 import random
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from megafp8.errors import CheckpointError, PrecisionError
-from megafp8.numerics import E5M2, Recipe, ScaleRegistry, reference
+from megafp8.numerics import E4M3, E5M2, Recipe, ScaleRegistry, compute_amax, reference
 
 INF, NAN = float("inf"), float("nan")
 FP32_MAX = float(np.finfo(np.float32).max)
@@ -130,6 +129,19 @@ def test_fifty_steps_equal_transformer_engine(algorithm: str, margin: int) -> No
         np.testing.assert_array_equal(made.amax_history[1:].numpy(), history[1:])
 
 
+def test_freeze_enters_the_largest_amax_beside_a_nan() -> None:
+    """TE's amax kernels use fmaxf: a NaN hides no other value of its tensor or micro-batch."""
+    x = torch.tensor([[1.0, NAN], [-4.0, 2.0]])
+    for mode, entry in (("freeze", 4.0), ("skip", 0.0)):
+        made = registry(amax_history_len=2, nonfinite_amax=mode)
+        made.record(0, compute_amax(x, made.recipe.drops_nan))
+        made.record(0, torch.tensor(NAN))
+        made.update()
+        assert made.amax_history[:, 0].tolist() == [0.0, entry]
+        assert made.scale.tolist() == [448 / entry if entry else 1.0]
+        assert made.nonfinite.tolist() == [int(mode == "skip")]
+
+
 @pytest.mark.parametrize("mode", ["skip", "freeze"])
 def test_random_steps_equal_the_plain_python_reference(mode: str) -> None:
     generator = random.Random(3)
@@ -142,9 +154,6 @@ def test_random_steps_equal_the_plain_python_reference(mode: str) -> None:
             )
             for _ in range(3)
         ]
-        # NaN poisons a whole step here, while plain `freeze` forgets it: keep the cases apart.
-        if mode == "freeze":
-            micro_batches = [0.0 if math.isnan(a) else a for a in micro_batches]
         for amax in micro_batches:
             made.record(0, torch.tensor(amax))
         made.update()
@@ -337,3 +346,66 @@ def test_damaged_scales_are_refused(scale) -> None:
             {"fp8.a.input.scale": torch.ones(()), "fp8.a.input.amax_history": torch.ones(2, 2)}
         )
     assert made.scale.item() == 1.0
+
+
+def rescaled(
+    window: list[float], scale: float, before: dict, now: dict, role: str = "grad_output"
+) -> float:
+    """A scale that was chosen under one recipe, after a load by another."""
+    made = registry(role=role, **now)
+    entries, stored = torch.tensor(window), torch.tensor(scale)
+    name = f"fp8.a.{role}"
+    made.load({f"{name}.scale": stored, f"{name}.amax_history": entries})
+    made.rescale(Recipe(**before))
+    return made.scale.item()
+
+
+FROZEN: dict = {"nonfinite_amax": "freeze", "amax_history_len": 4}
+BOTH_E4M3: dict = {"gradient_format": E4M3}
+
+
+@pytest.mark.parametrize(
+    ("window", "scale", "before", "now", "wanted"),
+    [
+        ([1.0, 2.0], 28672.0, {}, {}, 28672.0),
+        ([1.0, 2.0], 28672.0, {}, BOTH_E4M3, 224.0),
+        ([1.0, 2.0], 28672.0, {}, {"margin": 2}, 7168.0),
+        ([4.0, 2.0], 14336.0, {}, {"amax_history_len": 1}, 28672.0),
+        ([4.0, 2.0], 14336.0, {}, {"amax_compute_algo": "most_recent"}, 28672.0),
+        ([3.0], 57344 / 3, {}, {"power_of_2_scales": True}, 16384.0),
+        ([1.0], 57344.0, {}, {"scale_cap": 100.0}, 100.0),
+        # An inf that froze the scale: the window does not tell, so it is moved between the rules.
+        ([INF, 2.0], 96.0, FROZEN, FROZEN, 96.0),
+        ([INF, 2.0], 96.0, FROZEN, {**FROZEN, **BOTH_E4M3}, 0.75),
+        ([INF, 2.0], 96.0, FROZEN, {**FROZEN, "margin": 1}, 48.0),
+        ([INF, 2.0], 96.0, {**FROZEN, "margin": 1}, FROZEN, 192.0),
+        ([INF, 2.0], 96.0, FROZEN, {**FROZEN, "scale_cap": 50.0}, 50.0),
+        ([INF, 2.0], 96.0, FROZEN, {**FROZEN, "power_of_2_scales": True}, 64.0),
+        # It thaws where the new window or rule holds no inf.
+        ([INF, 2.0], 96.0, FROZEN, {**FROZEN, "amax_history_len": 1}, 28672.0),
+        ([2.0, INF], 96.0, FROZEN, {}, 28672.0),
+        ([INF], 96.0, FROZEN, BOTH_E4M3, 0.75),
+        # No amax yet: every rule starts with 1.0, and one from elsewhere may know more.
+        ([0.0, 0.0], 1.0, {}, {**BOTH_E4M3, "margin": 3}, 1.0),
+        ([INF, 0.0], 1.0, FROZEN, {**FROZEN, **BOTH_E4M3}, 1.0),
+        ([0.0], 256.0, {}, BOTH_E4M3, 2.0),
+        ([0.0], 256.0, {}, {}, 256.0),
+    ],
+)
+def test_a_load_by_another_rule(window, scale, before, now, wanted) -> None:
+    assert rescaled(window, scale, before, now) == np.float32(wanted)
+
+
+def test_first_scales_of_weights_follow_the_rule_and_leave_no_entry() -> None:
+    made = ScaleRegistry(Recipe(margin=1, scale_cap=1000.0, amax_history_len=2))
+    names = "abcd"
+    indices = torch.tensor([made.register(name, "weight") for name in names])
+    made.finalize("cpu")
+    made.record(3, torch.tensor(2.0))
+    made.update()
+    version, view = made.version, made.scale_of(0)
+    made.take_current(indices, torch.tensor([7.0, 1e-3, INF, 100.0]))
+    assert made.scale.tolist() == [32.0, 1000.0, 1.0, 112.0]  # the last one has a window
+    assert view.item() == 32.0 and made.version == version + 1
+    assert made.scale_inv.tolist() == (1 / made.scale).tolist()
+    assert made.amax_history[-1].tolist() == [0.0, 0.0, 0.0, 2.0]

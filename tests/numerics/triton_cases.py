@@ -119,6 +119,18 @@ def test_nan_beside_inf_in_one_tensor_is_nan() -> None:
     assert amax.isnan()
 
 
+@pytest.mark.parametrize(
+    "values",
+    [[float("nan"), 7.0], [-7.0, float("nan"), 0.5], [float("nan")], [float("inf"), float("nan")]],
+)
+def test_an_amax_without_nan(values: list[float]) -> None:
+    x = torch.zeros(70, 150)
+    x[3, : len(values)] = torch.tensor(values)
+    amax = torch.tensor(2.0)
+    cast(x, torch.tensor(1.0), E4M3, amax=amax, drop_nan=True)
+    assert torch.equal(amax, torch.maximum(torch.tensor(2.0), compute_amax(x, drop_nan=True)))
+
+
 def test_only_what_is_wanted_is_made() -> None:
     x, amax = torch.ones(16, 32).bfloat16(), torch.zeros(())
     out, out_t = cast(x, torch.tensor(2.0), E4M3, codes=False, transposed=True)

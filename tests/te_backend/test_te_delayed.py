@@ -23,7 +23,7 @@ Trace = list[dict[str, Tensor]]
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """(x, dy) of each micro-batch, of sizes that move at random."""
+    """(x, dy) of each micro-batch, of sizes that move at random; some hold a NaN or an inf."""
     generator = torch.Generator().manual_seed(77)
     found = []
     for _ in range(STEPS * MICRO_BATCHES):
@@ -31,6 +31,9 @@ def batches() -> list[tuple[Tensor, Tensor]]:
         x = torch.randn(TOKENS, SIZE, generator=generator) * sizes[0]
         dy = torch.randn(TOKENS, SIZE, generator=generator) * sizes[1] * 1e-4
         found.append((x.bfloat16(), dy.bfloat16()))
+    for number, value in ((9, torch.nan), (30, torch.inf), (61, torch.nan)):
+        for tensor in found[number]:
+            tensor[number % TOKENS, 3] = value
     return found
 
 
