@@ -234,6 +234,25 @@ def _check_values(content: dict[str, Any], path: Path) -> None:
         raise CheckpointError(
             f"{path}: state.loss_scaler is {scaler!r:.100}, expected numbers by name"
         )
+    fingerprint = content["state"].get("fingerprint")
+    if fingerprint is not None and not _is_fingerprint(fingerprint):
+        raise CheckpointError(
+            f"{path}: state.fingerprint is {fingerprint!r:.100}, expected what corpora and files "
+            "were, by field"
+        )
+
+
+def _is_fingerprint(value: Any) -> bool:
+    """Whether it has the form that is compared: kind, field of the configuration, facts."""
+    named = {"corpora": {"path", "sha256", "documents", "tokens"}, "files": {"path", "sha256"}}
+    return isinstance(value, dict) and all(
+        isinstance(value.get(kind), dict)
+        and all(
+            isinstance(entry, dict) and facts <= entry.keys() and isinstance(entry["sha256"], str)
+            for entry in value[kind].values()
+        )
+        for kind, facts in named.items()
+    )
 
 
 def _tensor_entry(name: str, entry: Any, path: Path) -> TensorEntry:

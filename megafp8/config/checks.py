@@ -423,7 +423,8 @@ def _data(config: RunConfig) -> Iterator[str]:
 def _records(config: RunConfig) -> Iterator[str]:
     checkpoint, logging = config.checkpoint, config.logging
     if checkpoint.load is None:
-        for name in ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"):
+        needing = ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args")
+        for name in (*needing, "allow_changed_corpus"):
             if getattr(checkpoint, name):
                 yield f"--{name.replace('_', '-')} needs --load"
     if logging.wandb_exp_name is not None and logging.wandb_project is None:

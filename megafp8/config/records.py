@@ -38,6 +38,11 @@ class CheckpointConfig(Section):
         description="accepted: random streams follow from seed and iteration, none is stored",
     )
     finetune: bool = Field(default=False, description="load weights alone and start at iteration 0")
+    allow_changed_corpus: bool = Field(
+        default=False,
+        description="go on although a corpus has other contents than when --load was saved: the "
+        "samples still to come are cut from it as it is now",
+    )
     exit_on_missing_checkpoint: bool = Field(
         default=False, description="an empty --load is an error"
     )

@@ -6,7 +6,7 @@ size), so that resuming, another number of ranks, or a ramp of the batch size ne
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,19 @@ MicroBatch = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Datasets:
-    """The splits of a run; one without samples is None (the training split always has some)."""
+    """What a run reads.
+
+    Attributes:
+        train, valid, test: The splits; one without samples is None (training always has some).
+        corpora: The files behind them, by the field of the data section that names each.
+        tokenizer: None where the data section names none.
+    """
 
     train: SampleDataset
     valid: SampleDataset | None
     test: SampleDataset | None
+    corpora: dict[str, IndexedDataset] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
 
 
 def build_datasets(config: Any, tokenizer: Tokenizer | None = None) -> Datasets:
@@ -60,7 +68,7 @@ def build_datasets(config: Any, tokenizer: Tokenizer | None = None) -> Datasets:
             MockGPTDataset(seq_length, vocab_size, seed, split=split, eod_to_mask=eod_to_mask)
             for split in SPLITS
         ]
-        return Datasets(*mock)
+        return Datasets(*mock, tokenizer=tokenizer)
     sources = _sources(data)
     splits = [
         None
@@ -88,7 +96,16 @@ def build_datasets(config: Any, tokenizer: Tokenizer | None = None) -> Datasets:
             f"{seq_length + 1} tokens"
         )
     _log_sizes(splits, seq_length)
-    return Datasets(train, valid or None, test or None)
+    return Datasets(train, valid or None, test or None, _corpora(data, sources), tokenizer)
+
+
+def _corpora(
+    data: Any, sources: list[tuple[IndexedDataset, range] | None]
+) -> dict[str, IndexedDataset]:
+    fields = [f"{split}_data_path" if data.data_path is None else "data_path" for split in SPLITS]
+    return {
+        name: source[0] for name, source in zip(fields, sources, strict=True) if source is not None
+    }
 
 
 def _sources(data: Any) -> list[tuple[IndexedDataset, range] | None]:

@@ -2,7 +2,8 @@
 
 `--rampup-batch-size START INCREMENT SAMPLES` grows the global batch from START to
 `--global-batch-size` in equal steps over SAMPLES samples, as Megatron does. Everything here is a
-pure function of the position in the data, so a resumed run needs no state of its own.
+pure function of the position in the data, so a resumed run needs no state of its own: a batch size,
+a number of ranks or a ramp that is another than before counts from the position that was loaded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,22 @@ from megafp8.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from megafp8.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run is.
+
+    Attributes:
+        iteration: completed iterations.
+        consumed_samples: samples that they took, over all ranks.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+
+
+START = Position()
 
 
 @dataclass(frozen=True)
@@ -91,22 +108,21 @@ class BatchSizeSchedule:
         """Return every size that the ramp can take, smallest first."""
         return tuple(range(self.start, self.global_batch_size + 1, self.increment))
 
-    def consumed_after(self, iterations: int) -> int:
-        """Return the samples that the first `iterations` iterations consume."""
-        consumed = 0
+    def consumed_after(self, iterations: int, consumed: int = 0) -> int:
+        """Return the position in the data `iterations` iterations after `consumed` samples."""
         while iterations > 0 and self._ramping(consumed):
             consumed += self.batch_size(consumed)
             iterations -= 1
         return consumed + iterations * self.global_batch_size
 
-    def iterations_within(self, samples: int) -> int:
-        """Return how many whole iterations fit into `samples`.
+    def iterations_within(self, samples: int, consumed: int = 0) -> int:
+        """Return how many whole iterations fit between `consumed` samples and `samples`.
 
         A last batch that would be incomplete is dropped. Megatron does the same after the ramp; a
         budget that ends inside the ramp it overruns by up to one batch, which is not copied here
         because the data set holds `samples` samples and no more.
         """
-        consumed = iterations = 0
+        iterations = 0
         while self._ramping(consumed):
             consumed += self.batch_size(consumed)
             if consumed > samples:
@@ -138,21 +154,42 @@ class BatchSizeSchedule:
         return 0 < self.ramp_samples >= consumed_samples and self.start < self.global_batch_size
 
 
-def total_iterations(config: RunConfig, batches: BatchSizeSchedule) -> int:
-    """Return the iterations of the run, from `train_iters` or `train_samples`.
+def run_end(config: RunConfig, batches: BatchSizeSchedule, start: Position = START) -> Position:
+    """Return where the run ends, from `train_iters` or `train_samples`.
+
+    Args:
+        config: The run.
+        batches: Its batch sizes.
+        start: Where it starts or goes on; what lies before may have had other batch sizes.
+
+    Returns:
+        The last iteration and the samples consumed by then; `start` if nothing is left to do.
 
     Raises:
-        ConfigurationError: Neither is given, or the samples do not fill one batch.
+        ConfigurationError: Neither is given, or the samples of a new run do not fill one batch.
     """
+    training, consumed = config.training, start.consumed_samples
+    if training.train_iters is not None:
+        iterations = max(0, training.train_iters - start.iteration)
+    elif training.train_samples is None:
+        raise ConfigurationError("give one of --train-iters and --train-samples, found neither")
+    else:
+        iterations = batches.iterations_within(training.train_samples, consumed)
+        if iterations == 0 and start == START:
+            raise ConfigurationError(
+                f"{length_flag(config)}: less than one batch of {batches.batch_size(0)} samples"
+            )
+    return Position(start.iteration + iterations, batches.consumed_after(iterations, consumed))
+
+
+def total_iterations(config: RunConfig, batches: BatchSizeSchedule, start: Position = START) -> int:
+    """Return the last iteration of the run; arguments and errors as `run_end`'s."""
+    return run_end(config, batches, start).iteration
+
+
+def length_flag(config: RunConfig) -> str:
+    """Return the flag that says how long the run is, with its value."""
     training = config.training
     if training.train_iters is not None:
-        return training.train_iters
-    if training.train_samples is None:
-        raise ConfigurationError("give one of --train-iters and --train-samples, found neither")
-    iterations = batches.iterations_within(training.train_samples)
-    if iterations == 0:
-        raise ConfigurationError(
-            f"--train-samples {training.train_samples}: less than one batch of "
-            f"{batches.batch_size(0)} samples"
-        )
-    return iterations
+        return f"--train-iters {training.train_iters}"
+    return f"--train-samples {training.train_samples}"

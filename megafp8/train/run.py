@@ -9,8 +9,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megafp8.checkpoint.agree import on_first_rank
 from megafp8.config import LaunchEnvironment, ModelShape, RunConfig
 from megafp8.config.hardware import PrecisionChoice
+from megafp8.data.fingerprint import take_fingerprint
 from megafp8.data.loader import Datasets, build_datasets
 from megafp8.data.tokenizers import build_tokenizer, resolve_vocab_size
 from megafp8.errors import DataError, PrecisionError
@@ -22,7 +24,12 @@ from megafp8.parallel import Mesh, build_mesh, start, stop
 from megafp8.parallel.startup import watch_over
 from megafp8.parallel.watch import Watch
 from megafp8.precision import AuditLog, PrecisionPlan, build_plan, recipe_from_config
-from megafp8.train.batch_size import BatchSizeSchedule, total_iterations
+from megafp8.train.batch_size import (
+    BatchSizeSchedule,
+    Position,
+    length_flag,
+    total_iterations,
+)
 from megafp8.train.folders import (
     HeldFolders,
     device_name,
@@ -141,18 +148,27 @@ def _train_in(
     model = _build(config, shape, plan, mesh)
     scaler = build_loss_scaler(config.precision)
     step = TrainingStep(config, model, mesh, scaler)
+    # One rank reads: nodes may have copies, and only one of them can be compared.
+    read = on_first_rank("hashing the corpus", lambda: take_fingerprint(config, datasets), None)
+    fingerprint = {**read, "backend": model.backend.chosen}
     state, certificate = TrainState(), None
     if source is not None:
-        state, certificate = load_run(source, step, config, scaler)
+        state, certificate = load_run(source, step, config, scaler, fingerprint)
     folders.release_source()
     save_dir = open_save_dir(config, run_dir, fresh=state.iteration == 0)
     backend = model.backend.record()
     manifest = write_records(config, plan, run_dir, mesh.world.device, backend, choice)
     batches = BatchSizeSchedule.from_config(config, mesh.layout.dp)
-    total = total_iterations(config, batches)
+    start = Position(state.iteration, state.consumed_samples)
+    total = total_iterations(config, batches, start)
     _announce(config, shape, mesh, plan, model, batches, run_dir)
     if state.iteration >= total:
-        log.warning("iteration %d of %d is loaded: nothing to train", state.iteration, total)
+        log.warning(
+            "iteration %d is loaded, %d samples are consumed: %s leaves nothing to train",
+            state.iteration,
+            state.consumed_samples,
+            length_flag(config),
+        )
     with closing(AuditLog(run_dir, enabled=mesh.world.rank == 0)) as audit:
         if certificate is not None:
             _note_resume(audit, state, certificate, manifest)
@@ -167,6 +183,7 @@ def _train_in(
             newest=source,
             manifest_sha256=manifest,
             vocab_size=shape.vocab_size,
+            fingerprint=fingerprint,
         )
         signal = Loop(
             config=config,
@@ -176,7 +193,7 @@ def _train_in(
             step=step,
             state=state,
             batches=batches,
-            schedule=LearningRateSchedule.from_config(config, batches),
+            schedule=LearningRateSchedule.from_config(config, batches, start),
             total_iterations=total,
             signals=signals,
             watch=watch,
@@ -260,6 +277,7 @@ def _note_resume(
             "scale_state_rule": certificate.scale_state_rule,
             "manifest_sha256_before": certificate.manifest_sha256,
             "manifest_sha256_after": manifest,
+            "changes": list(certificate.changes),
         },
     )
 

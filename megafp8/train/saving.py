@@ -1,8 +1,9 @@
 """When a run's checkpoints are written and what happens if one cannot be."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from megafp8.checkpoint import Saver
 from megafp8.checkpoint.agree import on_first_rank
@@ -44,6 +45,7 @@ class RunSaver:
         newest: Path | None,
         manifest_sha256: str | None,
         vocab_size: int,
+        fingerprint: Mapping[str, Any] | None = None,
     ) -> None:
         """Prepare; a collective call.
 
@@ -58,10 +60,12 @@ class RunSaver:
             newest: the checkpoint that was loaded.
             manifest_sha256: recorded in checkpoints.
             vocab_size: recorded in checkpoints.
+            fingerprint: of what the run reads, recorded in checkpoints.
         """
         self.config, self.mesh, self.step, self.state = config, mesh, step, state
         self.audit, self.folder, self.ours = audit, folder, ours
         self.manifest_sha256, self.vocab_size = manifest_sha256, vocab_size
+        self.fingerprint = fingerprint
         # Writing takes longer than a step: a limit that fits collectives must not end it.
         timeout = mesh.world.timeout
         limit = None if timeout is None else max(timeout, timedelta(minutes=10))
@@ -85,7 +89,13 @@ class RunSaver:
             self._ended(self.state.iteration, None, error)
             return
         tensors, record = checkpoint_content(
-            self.state, self.step, self.mesh, self.config, self.manifest_sha256, self.vocab_size
+            self.state,
+            self.step,
+            self.mesh,
+            self.config,
+            self.manifest_sha256,
+            self.vocab_size,
+            self.fingerprint,
         )
         self._positions[self.state.iteration] = self.state.consumed_samples
         self._saver.save(

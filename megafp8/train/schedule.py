@@ -1,9 +1,10 @@
 """Learning-rate schedules, numerically those of Megatron's `OptimizerParamScheduler`.
 
 The rate is a pure function of the samples consumed before an iteration, so it has no state to save
-and a resumed run or one with another batch size cannot drift. Lengths given in iterations count
-`iterations * global_batch_size` samples, as in Megatron, and so a batch-size ramp stretches the
-warm-up over more iterations, not over more samples.
+and a resumed run cannot drift. A decay over the whole run ends where the run ends, counted from the
+position that was loaded: with another batch size it ends elsewhere. Lengths given in iterations
+count `iterations * global_batch_size` samples, as in Megatron, and so a batch-size ramp stretches
+the warm-up over more iterations, not over more samples.
 
 Two rules that the reader of a run should know:
 
@@ -21,10 +22,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megafp8.errors import ConfigurationError
+from megafp8.train.batch_size import START, BatchSizeSchedule, Position, run_end
 
 if TYPE_CHECKING:
     from megafp8.config import RunConfig
-    from megafp8.train.batch_size import BatchSizeSchedule
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
@@ -88,7 +89,9 @@ class LearningRateSchedule:
             )
 
     @classmethod
-    def from_config(cls, config: RunConfig, batches: BatchSizeSchedule) -> LearningRateSchedule:
+    def from_config(
+        cls, config: RunConfig, batches: BatchSizeSchedule, start: Position = START
+    ) -> LearningRateSchedule:
         """Build the schedule of a run.
 
         Without `lr_decay_iters` the decay ends with the run. `lr_warmup_fraction`, where given,
@@ -97,6 +100,7 @@ class LearningRateSchedule:
         Args:
             config: The run.
             batches: Its batch sizes, which turn iterations into samples.
+            start: Where it starts or goes on.
 
         Raises:
             ConfigurationError: Lengths that contradict each other, or an unknown style.
@@ -106,7 +110,7 @@ class LearningRateSchedule:
         if optimizer.lr_decay_iters is not None:
             decay = optimizer.lr_decay_iters * size
         else:
-            decay = _run_samples(config, batches)
+            decay = _run_samples(config, batches, start)
         if optimizer.lr_warmup_fraction is not None:
             warmup: float = optimizer.lr_warmup_fraction * decay
         else:
@@ -166,15 +170,14 @@ def _decay(style: str, ratio: float) -> float:
     return 1.0 - math.sqrt(ratio)
 
 
-def _run_samples(config: RunConfig, batches: BatchSizeSchedule) -> int:
+def _run_samples(config: RunConfig, batches: BatchSizeSchedule, start: Position) -> int:
     """Return the samples of the whole run.
 
     With a ramp and `train_iters` this is less than `train_iters * global_batch_size`: the decay
     ends where the run ends. Megatron refuses that combination, so there is no other value to match.
     """
-    training = config.training
-    if training.train_iters is not None:
-        return batches.consumed_after(training.train_iters)
-    if training.train_samples is None:
-        raise ConfigurationError("give one of --train-iters and --train-samples, found neither")
-    return training.train_samples
+    if config.training.train_samples is not None:
+        return config.training.train_samples
+    end = run_end(config, batches, start)
+    # Where nothing is left to do no rate is asked for, and the flags are judged as a new run's.
+    return (run_end(config, batches) if end == start else end).consumed_samples

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
 from megafp8.parallel.mesh import Mesh
 from megafp8.precision import recipe_from_config
-from megafp8.train.continuity import check_same_run
+from megafp8.train.continuity import check_same_run, schedule_changes
 from megafp8.train.loss_scaler import LossScaler
 from megafp8.train.optimizer import optimizer_tensors
 from megafp8.train.step import TrainingStep
@@ -103,8 +103,12 @@ def checkpoint_content(
     config: RunConfig,
     manifest_sha256: str | None,
     vocab_size: int,
+    fingerprint: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Tensor], CheckpointRecord]:
-    """Return the live tensors and the record of a checkpoint of the run as it is now."""
+    """Return the live tensors and the record of a checkpoint of the run as it is now.
+
+    `fingerprint` is what a later run compares with its own (`check_same_run`).
+    """
     tensors = state_tensors(step, not config.checkpoint.no_save_optim, loading=False)
     tensors |= scale_tensors(step.model.registry, mesh, config.precision.fp8_reduce_amax)
     record = CheckpointRecord(
@@ -118,7 +122,8 @@ def checkpoint_content(
             "nan_iterations": state.nan_iterations,
             "loss_scaler": step.loss_scaler.state_dict(),
             "vocab_size": vocab_size,
-        },
+        }
+        | ({} if fingerprint is None else {"fingerprint": dict(fingerprint)}),
     )
     return tensors, record
 
@@ -136,6 +141,7 @@ class Certificate:
         manifest_sha256: Of the precision manifest that the checkpoint was made under.
         scale_state_rule: What was done to scales that differ between ranks, in words; None where
             none do.
+        changes: What of the run has changed since the checkpoint, a phrase for each effect.
     """
 
     path: Path
@@ -145,16 +151,28 @@ class Certificate:
     scale_state_sha256: str | None
     manifest_sha256: str | None
     scale_state_rule: str | None
+    changes: tuple[str, ...] = ()
 
 
 def load_run(
-    path: Path, step: TrainingStep, config: RunConfig, scaler: LossScaler
+    path: Path,
+    step: TrainingStep,
+    config: RunConfig,
+    scaler: LossScaler,
+    fingerprint: Mapping[str, Any] | None = None,
 ) -> tuple[TrainState, Certificate]:
     """Put weights, optimizer, scales and position back; a collective call at any layout.
 
+    Args:
+        path: A complete checkpoint.
+        step: Owns model and optimizer.
+        config: The run.
+        scaler: Of the loss.
+        fingerprint: What the run reads, the same on all ranks; compared with what was read before.
+
     Raises:
         CheckpointError: on every rank, with names: a weight is missing or unknown, shapes differ,
-            a file is damaged.
+            a file is damaged, a corpus is another.
     """
     checkpoint = config.checkpoint
     with_optimizer = not (checkpoint.no_load_optim or checkpoint.finetune)
@@ -162,7 +180,7 @@ def load_run(
     named = iteration_of(path.name)
     if named is not None and named != record.iteration:
         log.warning("%s is of iteration %d by its record: that counts", path, record.iteration)
-    check_same_run(path, record, config)
+    changes = check_same_run(path, record, config, fingerprint)
     tensors = state_tensors(step, with_optimizer, loading=True)
     if with_optimizer and not any(name.startswith("optimizer.") for name in record.tensors):
         raise CheckpointError(
@@ -193,6 +211,7 @@ def load_run(
     except KeyError:
         raise CheckpointError(f"{path}: megafp8.json holds no data position") from None
     log.info("loaded %s: iteration %d, %d samples consumed", path, record.iteration, consumed)
+    changes += schedule_changes(path, record, config, step.mesh.layout.dp)
     if any(reduction.error_feedback for reduction in step.model.fp8_reductions):
         # As large as the unsharded gradients and different on every rank: not worth its bytes.
         log.info(
@@ -205,7 +224,7 @@ def load_run(
         skipped_iterations=int(record.state.get("skipped_iterations", 0)),
         nan_iterations=int(record.state.get("nan_iterations", 0)),
     )
-    return state, certificate
+    return state, replace(certificate, changes=tuple(changes))
 
 
 def _check_values(path: Path, tensors: Mapping[str, Tensor]) -> None:

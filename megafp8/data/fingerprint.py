@@ -1,0 +1,97 @@
+"""What a run reads, told by contents: corpora, tokenizer and other files that it names.
+
+Stored in each checkpoint, so that a run that goes on finds what has changed behind an equal path,
+and nothing where files have only moved. The time is bounded: of a large file blocks are read at
+equal distances, its first and last ones among them. Of the index of a corpus more is read: each of
+its offsets follows from all lengths before it, so what was put in, taken out or encoded otherwise
+moves everything behind it.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from megafp8.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megafp8.data.loader import Datasets
+
+BLOCK_BYTES = 1 << 17
+TOKEN_BLOCKS = 128  # a .bin of up to 16 MiB is read whole
+INDEX_BLOCKS = 512  # an .idx of up to 64 MiB, which is 3 million documents
+
+# Files whose contents a run follows; of a tokenizer's folder the file that is read.
+_NAMED_FILES = (
+    ("precision", "precision_policy"),
+    ("parallel", "tp_comm_overlap_cfg"),
+)
+_TOKENIZER_FILE = {
+    "HuggingFaceTokenizer": "tokenizer.json",
+    "SentencePieceTokenizer": "tokenizer.model",
+}
+
+
+def take_fingerprint(config: Any, datasets: Datasets) -> dict[str, Any]:
+    """Return what a run reads, as values of JSON.
+
+    Args:
+        config: The `RunConfig`.
+        datasets: Opened from it.
+
+    Returns:
+        `corpora` and `files`, each by the field that names the file: `path` (absolute), `sha256`,
+        and of a corpus `documents` and `tokens`, of a tokenizer `vocab_size` and `eod`.
+
+    Raises:
+        OSError: A file is gone.
+    """
+    files = {}
+    for section, field in _NAMED_FILES:
+        path = getattr(getattr(config, section), field)
+        if path is not None:
+            files[field] = _file(Path(path))
+    tokenizer, model = datasets.tokenizer, config.data.tokenizer_model
+    if tokenizer is not None and model is not None:
+        path = Path(model)
+        file = path / _TOKENIZER_FILE[config.data.tokenizer_type] if path.is_dir() else path
+        facts = {"vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
+        files["tokenizer_model"] = _file(file) | facts
+    return {
+        "corpora": {field: _corpus(corpus) for field, corpus in datasets.corpora.items()},
+        "files": files,
+    }
+
+
+def _corpus(corpus: IndexedDataset) -> dict[str, Any]:
+    sums = [
+        sampled_sha256(idx_path(corpus.prefix), INDEX_BLOCKS),
+        sampled_sha256(bin_path(corpus.prefix), TOKEN_BLOCKS),
+    ]
+    return {
+        "path": str(corpus.prefix.absolute()),
+        "documents": len(corpus),
+        "tokens": corpus.num_tokens,
+        "sha256": hashlib.sha256(" ".join(sums).encode()).hexdigest(),
+    }
+
+
+def _file(path: Path) -> dict[str, Any]:
+    return {"path": str(path.absolute()), "sha256": sampled_sha256(path, INDEX_BLOCKS)}
+
+
+def sampled_sha256(path: Path, blocks: int) -> str:
+    """Return a hash of a file's size and of its contents, of which at most `blocks` are read.
+
+    Args:
+        path: The file; one of up to `blocks` * `BLOCK_BYTES` bytes is read whole.
+        blocks: At least 2.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        found = hashlib.sha256(str(size).encode())
+        if size <= blocks * BLOCK_BYTES:
+            starts = list(range(0, size, BLOCK_BYTES))
+        else:
+            starts = [i * (size - BLOCK_BYTES) // (blocks - 1) for i in range(blocks)]
+        for start in starts:
+            file.seek(start)
+            found.update(file.read(BLOCK_BYTES))
+    return found.hexdigest()
