@@ -74,7 +74,10 @@ NUMBERS: dict[str, tuple[str, ...]] = {
         "reset_position_ids",
         "reset_attention_mask",
     ),
-    "an iteration takes another number of samples": ("global_batch_size", "rampup_batch_size"),
+    "iterations and evaluations take other numbers of samples": (
+        "global_batch_size",
+        "rampup_batch_size",
+    ),
     LEARNING_RATE: (
         "lr",
         "min_lr",
@@ -270,6 +273,7 @@ def setting_differences(
             difference(field, _raw(field, saved), _raw(field, config))
             for field in fields
             if field not in left_out
+            and _raw(field, saved) != _raw(field, config)
             and _meant(field, saved) != _meant(field, config)
             and _counts(field, saved, config)
         ]

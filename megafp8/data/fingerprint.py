@@ -8,6 +8,7 @@ moves everything behind it.
 """
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,16 @@ def sampled_sha256(path: Path, blocks: int) -> str:
         blocks: At least 2.
     """
     with path.open("rb") as file:
-        size = file.seek(0, 2)
+        size = file.seek(0, os.SEEK_END)
         found = hashlib.sha256(str(size).encode())
-        if size <= blocks * BLOCK_BYTES:
-            starts = list(range(0, size, BLOCK_BYTES))
-        else:
-            starts = [i * (size - BLOCK_BYTES) // (blocks - 1) for i in range(blocks)]
-        for start in starts:
+        for start in block_starts(size, blocks):
             file.seek(start)
             found.update(file.read(BLOCK_BYTES))
     return found.hexdigest()
+
+
+def block_starts(size: int, blocks: int) -> list[int]:
+    """Return where the blocks begin that are read of a file of `size` bytes, both ends included."""
+    if size <= blocks * BLOCK_BYTES:
+        return list(range(0, size, BLOCK_BYTES))
+    return [i * (size - BLOCK_BYTES) // (blocks - 1) for i in range(blocks)]

@@ -85,19 +85,21 @@ def _changes(
     fingerprint: Fingerprint | None,
 ) -> tuple[list[str], list[str]]:
     """Return what is refused, and what is told."""
-    refused, told, compared = [], [], set()
+    refused: list[str] = []
+    told: list[str] = []
+    compared: set[str] = set()
     before = record.state.get("fingerprint")
     if before is not None and fingerprint is not None:
-        refused = _changed_behind_path(record, saved, config, before, fingerprint)
+        behind = _changed_behind_path(record, saved, config, before, fingerprint)
         if config.checkpoint.allow_changed_corpus:
-            refused, told = [], [f"{text} ({OTHER_SAMPLES})" for text in refused]
-        else:
+            told = [f"{text} ({_effect(field)})" for field, text in behind.items()]
+        elif behind:
             advice = (
                 "bring the former corpus back, or give --allow-changed-corpus: from sample "
                 f"{record.data_position.get('consumed_samples')} on the run then goes through the "
                 "corpus as it is now, where some text may come again and some never"
             )
-            refused = refused and [*refused, advice]
+            refused = [*behind.values(), advice]
         told += _told_of_files(saved, config, before, fingerprint)
         compared = _compared(before, fingerprint)
     elif fingerprint is not None and (fingerprint["corpora"] or fingerprint["files"]):
@@ -141,14 +143,19 @@ def _changed_behind_path(
     config: RunConfig,
     before: Fingerprint,
     now: Fingerprint,
-) -> list[str]:
+) -> dict[str, str]:
     """Return a phrase for each corpus whose name is what it was and whose contents are not."""
-    return [
-        f"--{field.replace('_', '-')} {here['path']} is not what it was at iteration "
+    return {
+        field: f"--{field.replace('_', '-')} {here['path']} is not what it was at iteration "
         f"{record.iteration}: {_size(then)} then, {_size(here)} now"
         for field, then, here in _differing("corpora", before, now)
         if _same_name(field, saved, config, then, here)
-    ]
+    }
+
+
+def _effect(corpus_field: str) -> str:
+    trained = corpus_field in ("data_path", "train_data_path")
+    return OTHER_SAMPLES if trained else OTHER_VALIDATION
 
 
 def _same_name(field: str, saved: RunConfig, config: RunConfig, then: Any, here: Any) -> bool:
@@ -168,11 +175,8 @@ def _told_of_files(
     """Yield a phrase for each corpus that was exchanged by name, and for each other file."""
     for field, then, here in _differing("corpora", before, now):
         if not _same_name(field, saved, config, then, here):
-            effect = (
-                OTHER_SAMPLES if field in ("data_path", "train_data_path") else (OTHER_VALIDATION)
-            )
             values = (f"{one['path']}, {_size(one)}" for one in (then, here))
-            yield f"{difference(field, *values)} ({effect})"
+            yield f"{difference(field, *values)} ({_effect(field)})"
     effects = {"tokenizer_model": OTHER_IDS, "precision_policy": OTHER_PRECISION}
     for field, then, here in _differing("files", before, now):
         values = (_file(one) for one in (then, here))
@@ -202,9 +206,9 @@ def schedule_changes(
         data_parallel_size: Ranks that its batch is split over.
 
     Returns:
-        A phrase for each of: an end that has moved though the length's flag has not, samples that
-        are left over, a rate that jumps here, and rates of zero before the end. They are logged,
-        in one line.
+        A phrase for each of: an end that has moved though the length's flag has not, a rate that
+        jumps here, a warm-up or a decay that ends at another sample, samples that are left over,
+        and rates of zero before the end. They are logged, in one line.
     """
     start = Position(record.iteration, int(record.data_position["consumed_samples"]))
     batches = BatchSizeSchedule.from_config(config, data_parallel_size)
@@ -248,6 +252,13 @@ def _against_former(
     rates = [f"{one.learning_rate(start.consumed_samples):.6g}" for one in (former, schedule)]
     if end != start and rates[0] != rates[1]:
         yield f"the learning rate jumps from {rates[0]} to {rates[1]}"
+    if former.warmup_samples != schedule.warmup_samples:
+        yield (
+            f"its warm-up ends at sample {schedule.warmup_samples:g}, was {former.warmup_samples:g}"
+        )
+    decays = {former.decay_style, schedule.decay_style} != {"constant"}
+    if decays and former.decay_samples != schedule.decay_samples:
+        yield f"its decay ends at sample {schedule.decay_samples}, was {former.decay_samples}"
 
 
 def _at_the_end(

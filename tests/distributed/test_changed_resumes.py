@@ -89,7 +89,7 @@ def test_a_budget_of_samples_is_kept_by_another_number_of_ranks(tmp_path: Path) 
     assert position(tmp_path) == (5, 20)
     run = train(1, command(tmp_path, *flags), tmp_path / "one")
     assert position(tmp_path) == (15, 40), run.text()
-    assert "global_batch_size was 4, now 2 (an iteration takes another number" in run.output(0)
+    assert "global_batch_size was 4, now 2 (iterations and evaluations take" in run.output(0)
     again = train(1, command(tmp_path, *flags), tmp_path / "again")
     assert "--train-samples 40 leaves nothing to train" in again.output(0), again.text()
 

@@ -6,7 +6,7 @@ import pytest
 
 from megafp8.config.training import TrainingConfig
 from megafp8.errors import ConfigurationError
-from megafp8.train.batch_size import BatchSizeSchedule, total_iterations
+from megafp8.train.batch_size import BatchSizeSchedule, Position, run_end, total_iterations
 
 RAMP = BatchSizeSchedule(global_batch_size=64, start=16, increment=16, ramp_samples=300)
 
@@ -57,6 +57,30 @@ def test_total_iterations():
         total_iterations(run(), RAMP)
     with pytest.raises(ConfigurationError, match="less than one batch of 16"):
         total_iterations(run(train_samples=15), RAMP)
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [RAMP, BatchSizeSchedule.constant(64), BatchSizeSchedule(64, 32, 32, 700)],
+    ids=["ramp", "none", "moved"],
+)
+@pytest.mark.parametrize("start", [Position(5, 40), Position(9, 256), Position(3, 2000)])
+def test_a_run_that_goes_on_counts_from_its_position(batches, start):
+    """Whatever the batch sizes before it were: stepping to the end comes to the same."""
+    position, budget = start, 1700
+    while position.consumed_samples + batches.batch_size(position.consumed_samples) <= budget:
+        size = batches.batch_size(position.consumed_samples)
+        position = Position(position.iteration + 1, position.consumed_samples + size)
+    by_samples = run(train_samples=budget)
+    assert run_end(by_samples, batches, start) == position
+    assert total_iterations(by_samples, batches, start) == position.iteration
+    by_iterations = run(train_iters=max(1, position.iteration))
+    assert run_end(by_iterations, batches, start) == position
+
+
+def test_a_run_past_its_end_has_nothing_left():
+    assert run_end(run(train_samples=80), RAMP, Position(5, 72)) == Position(5, 72)
+    assert run_end(run(train_iters=4), RAMP, Position(5, 72)) == Position(5, 72)
 
 
 def test_every_size_of_the_ramp_must_split_into_micro_batches():

@@ -13,7 +13,7 @@ import pytest
 from megafp8.config.optimizer import OptimizerConfig
 from megafp8.config.training import TrainingConfig
 from megafp8.errors import ConfigurationError
-from megafp8.train.batch_size import BatchSizeSchedule
+from megafp8.train.batch_size import BatchSizeSchedule, Position
 from megafp8.train.schedule import DECAY_STYLES, WSD_DECAY_STYLES, LearningRateSchedule
 
 # style, max_lr, min_lr, warm-up, decay, WSD decay, WSD style -> {position: rate}
@@ -107,6 +107,20 @@ def test_decay_ends_with_the_run_when_samples_or_a_ramp_are_given():
     # 50 iterations of 2 reach sample 100, one of 4 (Megatron's ramp includes its end), 49 of 4.
     assert ramp.decay_samples == 300
     assert ramp.learning_rate(300) == 0.1 < ramp.learning_rate(299)
+
+
+def test_the_decay_of_a_run_that_goes_on_ends_where_it_ends():
+    """Batches of 4 for 30 of 100 iterations, then of 8: 120 + 70 * 8 samples."""
+    config = run(global_batch_size=8)
+    batches = BatchSizeSchedule.from_config(config, 2)
+    rates = LearningRateSchedule.from_config(config, batches, Position(30, 120))
+    assert rates.decay_samples == 680
+    assert rates.learning_rate(680) == 0.1 < rates.learning_rate(672)
+    # Where it goes on once more it is the same schedule; past its end it is any.
+    again = LearningRateSchedule.from_config(config, batches, Position(50, 280))
+    assert again == rates
+    past = LearningRateSchedule.from_config(config, batches, Position(100, 680))
+    assert past.decay_samples == 800
 
 
 @pytest.mark.parametrize(
