@@ -29,6 +29,9 @@ class Position:
     iteration: int = 0
     consumed_samples: int = 0
 
+    def __str__(self) -> str:
+        return f"iteration {self.iteration}, after {self.consumed_samples} samples,"
+
 
 START = Position()
 

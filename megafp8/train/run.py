@@ -143,14 +143,11 @@ def _train_in(
 ) -> int:
     """Train in folders that are this job's alone."""
     run_dir, source = folders.run_dir, folders.source
-    _seed_default_generators(config.training.seed)
     plan = build_plan(config, shape, mesh.layout)
     model = _build(config, shape, plan, mesh)
     scaler = build_loss_scaler(config.precision)
     step = TrainingStep(config, model, mesh, scaler)
-    # One rank reads: nodes may have copies, and only one of them can be compared.
-    read = on_first_rank("hashing the corpus", lambda: take_fingerprint(config, datasets), None)
-    fingerprint = {**read, "backend": model.backend.chosen}
+    fingerprint = _fingerprint(config, datasets, model)
     state, certificate = TrainState(), None
     if source is not None:
         state, certificate = load_run(source, step, config, scaler, fingerprint)
@@ -163,12 +160,7 @@ def _train_in(
     total = total_iterations(config, batches, start)
     _announce(config, shape, mesh, plan, model, batches, run_dir)
     if state.iteration >= total:
-        log.warning(
-            "iteration %d is loaded, %d samples are consumed: %s leaves nothing to train",
-            state.iteration,
-            state.consumed_samples,
-            length_flag(config),
-        )
+        log.warning("%s is loaded: %s leaves nothing to train", start, length_flag(config))
     with closing(AuditLog(run_dir, enabled=mesh.world.rank == 0)) as audit:
         if certificate is not None:
             _note_resume(audit, state, certificate, manifest)
@@ -209,8 +201,16 @@ def _train_in(
     return signal
 
 
+def _fingerprint(config: RunConfig, datasets: Datasets, model: Model) -> dict[str, Any]:
+    """What decides the trajectory and is in no flag: what is read, and by what it is computed."""
+    # One rank reads: nodes may have copies, and only one of them can be compared.
+    read = on_first_rank("hashing the corpus", lambda: take_fingerprint(config, datasets), None)
+    return {**read, "backend": model.backend.chosen}
+
+
 def _build(config: RunConfig, shape: ModelShape, plan: PrecisionPlan, mesh: Mesh) -> Model:
     """The model, on a device that is known to compute by its recipe."""
+    _seed_default_generators(config.training.seed)
     recipe = recipe_from_config(config)
     if recipe is not None:
         _check_fp8_device(config, recipe, mesh)

@@ -206,11 +206,7 @@ def load_run(
         log.info("loaded the weights of %s; training starts at iteration 0 (--finetune)", path)
         return TrainState(), certificate
     scaler.load_state_dict(record.state.get("loss_scaler", {}))
-    try:
-        consumed = int(record.data_position["consumed_samples"])
-    except KeyError:
-        raise CheckpointError(f"{path}: megafp8.json holds no data position") from None
-    log.info("loaded %s: iteration %d, %d samples consumed", path, record.iteration, consumed)
+    state = _position(path, record)
     changes += schedule_changes(path, record, config, step.mesh.layout.dp)
     if any(reduction.error_feedback for reduction in step.model.fp8_reductions):
         # As large as the unsharded gradients and different on every rank: not worth its bytes.
@@ -218,13 +214,22 @@ def load_run(
             "--fp8-grad-error-feedback starts from zero: checkpoints do not hold what the casts of "
             "gradients lost, so the next iterations differ in rounding from an uninterrupted run"
         )
-    state = TrainState(
+    return state, replace(certificate, changes=tuple(changes))
+
+
+def _position(path: Path, record: CheckpointRecord) -> TrainState:
+    """Where the run that saved was."""
+    try:
+        consumed = int(record.data_position["consumed_samples"])
+    except KeyError:
+        raise CheckpointError(f"{path}: megafp8.json holds no data position") from None
+    log.info("loaded %s: iteration %d, %d samples consumed", path, record.iteration, consumed)
+    return TrainState(
         iteration=record.iteration,
         consumed_samples=consumed,
         skipped_iterations=int(record.state.get("skipped_iterations", 0)),
         nan_iterations=int(record.state.get("nan_iterations", 0)),
     )
-    return state, replace(certificate, changes=tuple(changes))
 
 
 def _check_values(path: Path, tensors: Mapping[str, Tensor]) -> None:
