@@ -424,7 +424,7 @@ def _records(config: RunConfig) -> Iterator[str]:
     checkpoint, logging = config.checkpoint, config.logging
     if checkpoint.load is None:
         needing = ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args")
-        for name in (*needing, "allow_changed_corpus"):
+        for name in (*needing, "allow_changed_corpus", "new_tokens_from_mean"):
             if getattr(checkpoint, name):
                 yield f"--{name.replace('_', '-')} needs --load"
     if logging.wandb_exp_name is not None and logging.wandb_project is None:

@@ -66,8 +66,10 @@ REFUSED: dict[str, str] = {
     "--grad-reduce-in-bf16": "gradients are reduced in fp32",
     "--num-experts": "there are no experts (MoE)",
     "--multi-latent-attention": "there is no latent attention",
-    "--vocab-file": "use --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER",
-    "--merge-file": "use --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER",
+    "--vocab-file": "use --tokenizer-type HuggingFaceTokenizer --tokenizer-model VOCAB.json; its "
+    "merges are read beside it (vocab.json and merges.txt, gpt2-vocab.json and gpt2-merges.txt)",
+    "--merge-file": "use --tokenizer-type HuggingFaceTokenizer --tokenizer-model VOCAB.json; its "
+    "merges are read beside it (vocab.json and merges.txt, gpt2-vocab.json and gpt2-merges.txt)",
     "--num-virtual-stages-per-pipeline-rank": "use --num-layers-per-virtual-pipeline-stage",
     "--decoder-first-pipeline-num-layers": "stages hold equal numbers of layers",
     "--decoder-last-pipeline-num-layers": "stages hold equal numbers of layers",

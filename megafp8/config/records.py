@@ -43,6 +43,10 @@ class CheckpointConfig(Section):
         description="go on although a corpus has other contents than when --load was saved: the "
         "samples still to come are cut from it as it is now",
     )
+    new_tokens_from_mean: bool = Field(
+        default=False,
+        description="tokens that --load's run had not start at the mean of its rows, not at zeros",
+    )
     exit_on_missing_checkpoint: bool = Field(
         default=False, description="an empty --load is an error"
     )

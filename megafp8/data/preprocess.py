@@ -38,12 +38,19 @@ from megafp8.data.indexed_dataset import (
 from megafp8.data.sources import (
     DEFAULT_GLOBS,
     BadRecord,
+    Inputs,
     RawRecord,
     expand_inputs,
     iterate_records,
     read_texts,
 )
-from megafp8.data.tokenizers import Tokenizer, build_tokenizer
+from megafp8.data.tokenizers import (
+    WITHOUT_MODEL,
+    Tokenizer,
+    build_tokenizer,
+    lost_characters,
+    most_lost,
+)
 from megafp8.errors import DataError
 from megafp8.log import get_logger
 
@@ -81,25 +88,32 @@ class PreprocessReport:
     """What was written, and what was left out.
 
     Attributes:
+        inputs: Files that were read.
         documents: Documents written, by prefix.
         tokens: Tokens written, by prefix.
         dtype: Stored width of a token.
         empty: Empty texts left out.
         bad: Bad records left out, by reason.
+        lost: Characters that do not come back from their ids.
+        lossy: Texts that hold such.
         seconds: Time taken.
     """
 
+    inputs: Inputs
     documents: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     dtype: str = ""
     empty: int = 0
     bad: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
+    lossy: int = 0
     seconds: float = 0.0
 
     def lines(self) -> list[str]:
         """Return the report as text."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.bad.items()))
-        lines = [
+        lines = [self.inputs.line()]
+        lines += [
             f"wrote {prefix}.bin/.idx: {documents} documents, {self.tokens[prefix]} tokens, "
             f"{self.dtype}"
             for prefix, documents in self.documents.items()
@@ -108,6 +122,11 @@ class PreprocessReport:
             f"skipped {self.empty} empty and {sum(self.bad.values())} bad records"
             f"{f' ({reasons})' if reasons else ''}; {self.seconds:.1f} s"
         )
+        if self.lost:
+            lines.append(
+                f"{self.lost.total()} characters in {self.lossy} texts do not come back from their "
+                f"ids: {most_lost(self.lost)}; the tokenizer has no id for them, or changes them"
+            )
         return lines
 
 
@@ -120,6 +139,8 @@ class _EncodedBatch:
     input_bytes: int
     empty: int = 0
     bad: list[tuple[str, str, str]] = field(default_factory=list)  # place, kind, detail
+    lost: Counter[str] = field(default_factory=Counter)
+    lossy: int = 0
 
 
 def preprocess(
@@ -158,9 +179,12 @@ def preprocess(
     tokenizer = build_tokenizer(options)
     if tokenizer is None:
         raise DataError("--tokenizer-type is missing")
-    files = expand_inputs(inputs, globs, exclude)
+    for note in tokenizer.notes:
+        get_logger(__name__).warning("%s", note)
+    found = expand_inputs(inputs, globs, exclude)
+    files = found.files
     dtype = optimal_dtype(tokenizer.vocab_size)
-    report = PreprocessReport(dtype=dtype.name)
+    report = PreprocessReport(found, dtype=dtype.name)
     prefixes = [f"{output_prefix}_{key}_document" for key in options.json_keys]
     total_bytes = sum(file.stat().st_size for file in files)
     with ExitStack() as stack:
@@ -196,6 +220,8 @@ def _take(
             raise DataError(f"{place}: {detail} (--skip-bad-records leaves such records out)")
         report.bad[kind] += 1
     report.empty += batch.empty
+    report.lost.update(batch.lost)
+    report.lossy += batch.lossy
     for writer, lengths, payload in zip(writers, batch.lengths, batch.payloads, strict=True):
         writer.add_encoded(lengths, payload)
 
@@ -290,13 +316,18 @@ def _encode_batch(records: Sequence[RawRecord], options: PreprocessOptions) -> _
     result = _EncodedBatch(lengths, [], sum(map(_input_bytes, records)))
     for record in records:
         try:
-            encoded = _encode_record(record, keys, tokenizer)
+            texts = read_texts(record, keys)
+            encoded = _encode_texts(texts, tokenizer)
         except BadRecord as error:
             result.bad.append((record.place, error.kind, error.detail))
             if not options.skip_bad_records:
                 break
             continue
-        for number, ids in enumerate(encoded):
+        for number, (text, ids) in enumerate(zip(texts, encoded, strict=True)):
+            if options.tokenizer_type not in WITHOUT_MODEL and text.strip():
+                lost = lost_characters(text, tokenizer.decode(ids))
+                result.lost.update(lost)
+                result.lossy += bool(lost)
             if not ids:
                 result.empty += 1
                 continue
@@ -308,9 +339,8 @@ def _encode_batch(records: Sequence[RawRecord], options: PreprocessOptions) -> _
     return result
 
 
-def _encode_record(record: RawRecord, keys: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the ids for each key; none for a text of white space alone."""
-    texts = read_texts(record, keys)
+def _encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the ids of each text; none for one of white space alone."""
     try:
         return [tokenizer.encode(text) if text.strip() else [] for text in texts]
     except DataError as error:

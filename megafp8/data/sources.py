@@ -7,6 +7,8 @@ and decoded strictly: a file that is not UTF-8 is a bad record, never a replacem
 import codecs
 import fnmatch
 import json
+import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,9 @@ from megafp8.errors import DataError
 
 JSONL_SUFFIXES = (".jsonl", ".json", ".ndjson")
 DEFAULT_GLOBS = ("*.jsonl", "*.txt")
+
+# Files left out of folders that a report names.
+_NAMED = 8
 
 # First bytes of compressed files, which are often handed over as they were downloaded.
 _COMPRESSED = {
@@ -60,46 +65,124 @@ class RawRecord:
         return f"{self.path}:{self.line}" if self.line else self.path
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """The files that `--input` stands for.
+
+    Attributes:
+        files: In the order of the inputs; those of a folder sorted by their path.
+        left_out: What of the folders is not read and was not excluded by name: files that no
+            pattern matches, hidden files and folders, links to what is read already or is not
+            there. Those that look like text come first.
+    """
+
+    files: list[Path]
+    left_out: list[str]
+
+    def line(self) -> str:
+        """One line for a report."""
+        count = len(self.files)
+        return f"read {count} file{'' if count == 1 else 's'}{self.others}"
+
+    @property
+    def others(self) -> str:
+        """What is left out, as the end of a sentence; empty if nothing is."""
+        count, named = len(self.left_out), self.left_out[:_NAMED]
+        more = f" and {count - len(named)} more" if count > len(named) else ""
+        return f", left out {count}: {', '.join(named)}{more}" if count else ""
+
+
 def expand_inputs(
     inputs: Sequence[str], globs: Sequence[str] = DEFAULT_GLOBS, exclude: Sequence[str] = ()
-) -> list[Path]:
+) -> Inputs:
     """Return the files that the inputs stand for.
 
     Args:
-        inputs: Files, and folders that are searched to any depth.
+        inputs: Files, and folders that are searched to any depth. Links are followed, and every
+            folder and file below an input is taken once, under a name without links if it has one.
         globs: Patterns of file names taken from folders. Files given by name are always taken.
+            As in a shell, a hidden file needs a pattern that begins with a dot.
         exclude: Patterns of names below a folder; a file is left out if its name or one of its
             folders matches.
 
-    Returns:
-        Files in the order of the inputs; those of a folder sorted by their path.
-
     Raises:
-        DataError: An input does not exist, or a folder holds no matching file.
+        DataError: An input does not exist, a folder cannot be read or holds no matching file.
     """
-    files: list[Path] = []
+    found = Inputs([], [])
     for given in map(Path, inputs):
         if given.is_dir():
-            found = sorted(_search(given, globs, exclude), key=lambda file: file.as_posix())
-            if not found:
-                raise DataError(f"--input {given}: no file matches --glob {' '.join(globs)}")
-            files += found
+            search = _Search(given, globs, exclude)
+            inside = Inputs(sorted(search.files, key=Path.as_posix), search.left_out(inputs))
+            if not inside.files:
+                raise DataError(
+                    f"--input {given}: no file matches --glob {' '.join(globs)}{inside.others}"
+                )
+            found.files.extend(inside.files)
+            found.left_out.extend(inside.left_out)
         elif given.is_file():
-            files.append(given)
+            found.files.append(given)
         else:
             raise DataError(f"--input {given}: no such file or folder")
-    return files
+    return found
 
 
-def _search(folder: Path, globs: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
-    for file in folder.rglob("*"):
-        if not any(fnmatch.fnmatch(file.name, pattern) for pattern in globs):
-            continue
-        parts = file.relative_to(folder).parts
-        if any(fnmatch.fnmatch(part, pattern) for part in parts for pattern in exclude):
-            continue
-        if file.is_file():
-            yield file
+class _Search:
+    """The files below a folder: first what lies there, then what links lead to."""
+
+    def __init__(self, folder: Path, globs: Sequence[str], exclude: Sequence[str]) -> None:
+        self.files: list[Path] = []
+        self._folder, self._globs, self._exclude = folder, globs, exclude
+        self._others: list[tuple[Path, str]] = []
+        self._links: deque[Path] = deque()
+        self._seen: set[str] = set()
+        self._visit(folder)
+        while self._links:
+            self._take(self._links.popleft())
+
+    def left_out(self, inputs: Sequence[str]) -> list[str]:
+        """Names below the folder, or whole paths where there is more than one input."""
+        others = sorted(self._others, key=lambda entry: (not _is_text(entry[0]), entry[0]))
+        if len(inputs) > 1:
+            return [f"{path}{what}" for path, what in others]
+        return [f"{path.relative_to(self._folder)}{what}" for path, what in others]
+
+    def _visit(self, folder: Path) -> None:
+        self._seen.add(os.path.realpath(folder))
+        try:
+            entries = sorted(folder.iterdir())
+        except OSError as error:
+            raise DataError(f"--input {folder}: cannot be read: {error.strerror}") from error
+        for path in entries:
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in self._exclude):
+                continue
+            if path.is_symlink():
+                self._links.append(path)
+            else:
+                self._take(path)
+
+    def _take(self, path: Path) -> None:
+        if os.path.realpath(path) in self._seen:
+            self._others.append((path, " (read already)"))
+        elif path.is_dir():
+            if path.name.startswith("."):
+                self._others.append((path, "/"))
+            else:
+                self._visit(path)
+        elif path.is_file() and self._matches(path.name):
+            self._seen.add(os.path.realpath(path))
+            self.files.append(path)
+        else:
+            broken = path.is_symlink() and not path.exists()
+            self._others.append((path, " (a broken link)" if broken else ""))
+
+    def _matches(self, name: str) -> bool:
+        patterns = [one for one in self._globs if one.startswith(".") or not name.startswith(".")]
+        return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a name promises text, packed or not."""
+    return any(suffix.lower() in (*JSONL_SUFFIXES, ".txt") for suffix in path.suffixes)
 
 
 def is_jsonl(path: Path) -> bool:

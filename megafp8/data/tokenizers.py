@@ -1,10 +1,13 @@
 """Tokenizers behind one small protocol: text to ids and back, with one end-of-document id.
 
 The text of a document never produces the end-of-document id: a literal "<|endoftext|>" in it is
-encoded as ordinary characters. `decode` shows that id as "<|endoftext|>".
+encoded as ordinary characters. `decode` shows that id as "<|endoftext|>". Ids are those of the
+whole text and nothing else; what a tokenizer itself cannot keep, `lost_characters` counts.
 """
 
 import json
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +15,15 @@ from typing import Any, Protocol
 import sentencepiece
 import tokenizers as hf_tokenizers
 
+from megafp8.data.tokenizer_json import (
+    CONFIG_NAME,
+    find_definition,
+    mark_special,
+    named_end,
+    read_definition,
+    split_inside,
+    switch_off_state,
+)
 from megafp8.errors import DataError
 
 EOD_TEXT = "<|endoftext|>"
@@ -21,6 +33,9 @@ _EOD_NAMES = (EOD_TEXT, "<EOD>", "<|end_of_text|>", "</s>", "<eos>")
 
 # SentencePiece writes a space as this character, so the character itself would come back as one.
 _SPACE_SYMBOL = "\u2581"
+
+# Lost characters that a message names.
+_NAMED = 5
 
 TOKENIZER_TYPES = (
     "SentencePieceTokenizer",
@@ -45,10 +60,16 @@ class Tokenizer(Protocol):
         """Id that ends a document."""
         ...
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of the tokenizer's files is not followed; a sentence each, to tell the user."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without an end-of-document id.
 
         Raises:
+            DataError: The tokenizer has no id for something in it, nor one for what it lacks.
             UnicodeEncodeError: `text` holds a lone surrogate, which is no character.
         """
         ...
@@ -63,6 +84,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod = 256
+    notes = ()
 
     def encode(self, text: str) -> list[int]:
         """Return the UTF-8 bytes of `text`."""
@@ -80,6 +102,8 @@ class NullTokenizer:
         vocab_size: Number of ordinary ids. As in Megatron, one more is added behind them for the
             end of a document: `NullTokenizer(100)` has eod 100 and vocab_size 101.
     """
+
+    notes = ()
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
@@ -112,6 +136,8 @@ class SentencePieceTokenizer:
     Args:
         path: Model file, or a folder that holds `tokenizer.model`.
     """
+
+    notes = ()
 
     def __init__(self, path: str | Path) -> None:
         file = _model_file(path, "tokenizer.model")
@@ -150,8 +176,15 @@ class SentencePieceTokenizer:
             return eos
         for name in _EOD_NAMES:
             token = int(self._processor.piece_to_id(name))
-            if token != self._processor.unk_id():
-                return token
+            if token == self._processor.unk_id():
+                continue
+            if token in self._processor.encode(name):
+                raise DataError(
+                    f"{file}: text produces its end-of-document id {token}, since {name!r} is an "
+                    "ordinary or user-defined piece; train it as a control symbol "
+                    f"(spm_train --eos_piece={name}, or --control_symbols)"
+                )
+            return token
         raise DataError(f"{file}: no end-of-document token; expected one of {_EOD_NAMES}")
 
     def _byte_ids(self, text: str) -> list[int] | None:
@@ -162,26 +195,49 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json` of the `tokenizers` library; nothing is downloaded.
 
+    Truncation, padding and dropout that the file holds are off, and told in `notes`.
+
     Args:
-        path: The file, or a folder that holds `tokenizer.json`. A `tokenizer_config.json` beside it
-            may name the end-of-document token as `eos_token`.
+        path: The file, or a folder that holds `tokenizer.json`; or GPT-2's `vocab.json` with
+            `merges.txt` beside it, or their folder. A `tokenizer_config.json` there may name the
+            end-of-document token as `eos_token`.
     """
 
     def __init__(self, path: str | Path) -> None:
-        file = _model_file(path, "tokenizer.json")
-        try:
-            self._tokenizer = hf_tokenizers.Tokenizer.from_str(file.read_text("utf-8"))
-        except Exception as error:  # the library raises bare Exception for a malformed file
-            raise DataError(f"{file}: not a tokenizer.json ({_one_line(error)})") from error
-        self._tokenizer.encode_special_tokens = True
+        file = find_definition(path)
+        content = read_definition(file)
+        off = switch_off_state(content)
+        self._tokenizer = _load_definition(file, content)
         # Ids may have gaps, and an embedding needs room for the largest.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self.eod = self._find_eod(file)
+        name, self.eod = self._find_eod(file)
+        keep_out = iter((mark_special, split_inside))
+        while self._text_ends(name):
+            change = next(keep_out, None)
+            if change is None:
+                raise DataError(
+                    f"{file}: text produces its end-of-document id {self.eod} ({name!r}); name "
+                    f"another token as eos_token in {CONFIG_NAME}"
+                )
+            change(content, name)
+            self._tokenizer = _load_definition(file, content)
+        note = f"{file}: switched off, since ids are those of the text: {', '.join(off)}"
+        self.notes = (note,) if off else ()
+
+    def _text_ends(self, name: str) -> bool:
+        """Whether the end token's text produces its id."""
+        try:
+            return self.eod in self.encode(name)
+        except DataError:
+            return False
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, with no token added around them."""
         _require_characters(text)
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises bare Exception where it lacks an unk token
+            raise DataError(f"the tokenizer has no ids for it ({_one_line(error)})") from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, special tokens included."""
@@ -189,13 +245,54 @@ class HuggingFaceTokenizer:
             ids, self.eod, lambda run: self._tokenizer.decode(run, skip_special_tokens=False)
         )
 
-    def _find_eod(self, file: Path) -> int:
-        named = _named_eos_token(file.with_name("tokenizer_config.json"))
-        for name in (named, *_EOD_NAMES) if named else _EOD_NAMES:
+    def _find_eod(self, file: Path) -> tuple[str, int]:
+        """The end-of-document token's text and id."""
+        named = named_end(file)
+        for name in _EOD_NAMES if named is None else (named,):
             token = self._tokenizer.token_to_id(name)
             if token is not None:
-                return int(token)
-        raise DataError(f"{file}: no end-of-document token; expected one of {_EOD_NAMES}")
+                return name, int(token)
+        if named is not None:
+            raise DataError(
+                f"{file.with_name(CONFIG_NAME)}: eos_token {named!r} is not in the vocabulary of "
+                f"{file.name}; name a token of it that ends documents"
+            )
+        raise DataError(
+            f"{file}: no end-of-document token; expected one of {_EOD_NAMES}, or eos_token in "
+            f"{CONFIG_NAME}"
+        )
+
+
+def _load_definition(file: Path, content: dict[str, Any]) -> hf_tokenizers.Tokenizer:
+    try:
+        tokenizer = hf_tokenizers.Tokenizer.from_str(json.dumps(content))
+    except Exception as error:  # the library raises bare Exception for a malformed file
+        raise DataError(f"{file}: not a tokenizer ({_one_line(error)})") from error
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def lost_characters(text: str, back: str) -> Counter[str]:
+    """Count the characters of `text` that do not come back from its ids.
+
+    These are what the vocabulary lacks (unknown or dropped), and what a normalizer takes out or
+    makes another character of. Order does not count, nor what is in `back` alone, nor which of
+    Unicode's canonically equivalent spellings a character has.
+
+    Args:
+        text: What was encoded.
+        back: What its ids decode to.
+    """
+    if back == text:
+        return Counter()
+    whole, kept = (Counter(unicodedata.normalize("NFC", one)) for one in (text, back))
+    return whole - kept
+
+
+def most_lost(lost: Counter[str]) -> str:
+    """The most frequent characters of `lost_characters` for a message."""
+    most = ", ".join(f"{count} {text!r}" for text, count in lost.most_common(_NAMED))
+    return most + (f" and {len(lost) - _NAMED} other kinds" if len(lost) > _NAMED else "")
 
 
 def build_tokenizer(data: Any) -> Tokenizer | None:
@@ -285,16 +382,6 @@ def _model_file(path: str | Path, name: str) -> Path:
         what = f"the folder holds no {name}" if given.is_dir() else "no such file"
         raise DataError(f"--tokenizer-model {path}: {what}")
     return file
-
-
-def _named_eos_token(file: Path) -> str | None:
-    if not file.is_file():
-        return None
-    try:
-        token = json.loads(file.read_text("utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{file}: not a JSON object ({_one_line(error)})") from error
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _one_line(error: BaseException) -> str:

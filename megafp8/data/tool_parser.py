@@ -75,7 +75,8 @@ class ToolParser(argparse.ArgumentParser):
             nargs="+",
             default=list(DEFAULT_GLOBS),
             metavar="PATTERN",
-            help="names of files to take from folders, at any depth",
+            help="names of files to take from folders, at any depth, through links too; the report "
+            "names what is left out",
         )
         self.add_argument(
             "--exclude",

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from megafp8.data.sources import (
     DEFAULT_GLOBS,
     BadRecord,
+    Inputs,
     expand_inputs,
     iterate_records,
     read_texts,
@@ -64,6 +65,7 @@ class TokenizerReport:
         text_bytes: UTF-8 bytes that were trained on.
         bytes_per_token: Compression on that text.
         skipped: Bad records left out.
+        inputs: Files that were read.
         seconds: Time taken.
     """
 
@@ -74,11 +76,13 @@ class TokenizerReport:
     text_bytes: int
     bytes_per_token: float
     skipped: int
+    inputs: Inputs
     seconds: float
 
     def lines(self) -> list[str]:
         """Return the report as text."""
         return [
+            self.inputs.line(),
             f"wrote {self.path}: {self.vocab_size} ids, end of document {self.eod}, "
             f"{self.bytes_per_token:.2f} bytes per token",
             f"trained on {self.text_bytes} bytes, skipped {self.skipped} bad records; "
@@ -126,7 +130,8 @@ def train_tokenizer(
     if Path(output).exists() and not Path(output).is_dir():
         raise DataError(f"--output {output} is a file, expected a folder")
     started = time.monotonic()
-    files = expand_inputs(inputs, globs, exclude)
+    found = expand_inputs(inputs, globs, exclude)
+    files = found.files
     sampler = _Sampler(files, tuple(json_keys), max_bytes, skip_bad_records)
     pieces = list(sampler.pieces())
     if not pieces:
@@ -150,6 +155,7 @@ def train_tokenizer(
         text_bytes=text_bytes,
         bytes_per_token=_bytes_per_token(tokenizer, pieces),
         skipped=sampler.skipped,
+        inputs=found,
         seconds=time.monotonic() - started,
     )
 

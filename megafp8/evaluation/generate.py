@@ -3,10 +3,13 @@
 import torch
 from torch import Tensor
 
-from megafp8.data.tokenizers import Tokenizer
+from megafp8.data.tokenizers import Tokenizer, lost_characters, most_lost
 from megafp8.errors import DataError
+from megafp8.log import get_logger
 from megafp8.model import GPTStage, Model
 from megafp8.parallel.rng import stream_seed
+
+log = get_logger(__name__)
 
 
 @torch.no_grad()
@@ -46,6 +49,8 @@ def generate(
         ids = tokenizer.encode(prompt) or [tokenizer.eod]
     except UnicodeEncodeError as error:
         raise DataError(f"--prompt: not UTF-8 at character {error.start}") from None
+    if lost := lost_characters(prompt, tokenizer.decode(ids)):
+        log.warning("--prompt: characters that the model does not see: %s", most_lost(lost))
     for _ in range(max_new_tokens):
         logits = _next_logits(stage, ids[-seq_length:], seq_length, device)
         logits = logits[: tokenizer.vocab_size]  # a larger vocabulary's other ids have no text

@@ -61,6 +61,8 @@ def sample_text(
             f"{checkpoint}: the run has no tokenizer; give --tokenizer-type (and "
             f"--tokenizer-model): {', '.join(TOKENIZER_TYPES)}"
         )
+    for note in tokenizer.notes:
+        log.warning("%s", note)
     if tokenizer_type is not None or tokenizer_model is not None:
         _compare_sizes(f"--tokenizer-type {data.tokenizer_type}", tokenizer, shape, checkpoint)
     text = generate(model, tokenizer, prompt, shape.seq_length, max_new_tokens, temperature, seed)

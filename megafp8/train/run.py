@@ -104,6 +104,8 @@ def run(
 def _open_data(config: RunConfig) -> tuple[int, Datasets]:
     """Vocabulary size and splits."""
     tokenizer = build_tokenizer(config.data)
+    for note in () if tokenizer is None else tokenizer.notes:
+        log.warning("%s", note)
     vocab_size = resolve_vocab_size(config.data, tokenizer)
     datasets = build_datasets(config, tokenizer)
     training = config.training

@@ -35,6 +35,7 @@ from megafp8.parallel.mesh import Mesh
 from megafp8.precision import recipe_from_config
 from megafp8.train.continuity import check_same_run, schedule_changes
 from megafp8.train.loss_scaler import LossScaler
+from megafp8.train.new_tokens import check_rows, start_new_tokens
 from megafp8.train.optimizer import optimizer_tensors
 from megafp8.train.step import TrainingStep
 
@@ -181,6 +182,8 @@ def load_run(
     if named is not None and named != record.iteration:
         log.warning("%s is of iteration %d by its record: that counts", path, record.iteration)
     changes = check_same_run(path, record, config, fingerprint)
+    vocab_size = step.model.stages[0].vocab_size
+    check_rows(path, record, config, vocab_size)
     tensors = state_tensors(step, with_optimizer, loading=True)
     if with_optimizer and not any(name.startswith("optimizer.") for name in record.tensors):
         raise CheckpointError(
@@ -193,6 +196,7 @@ def load_run(
     scales = scale_targets(registry, record, path, step.mesh, reduced)
     report = load_with_report(path, tensors | scales, _optional(with_optimizer))
     _check_values(path, tensors)
+    start_new_tokens(path, record, tensors, vocab_size, checkpoint.new_tokens_from_mean)
     _copy_tied(step, with_optimizer)
     before = recipe_from_config(RunConfig.from_dict(record.config))
     rule = on_all_ranks(

@@ -24,10 +24,14 @@ NAMES = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
+    "gpt2-vocab.json",
+    "gpt2-merges.txt",
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
 )
+
+_PADDING = "--make-vocab-size-divisible-by"
 
 log = get_logger(__name__)
 
@@ -47,31 +51,46 @@ def copy_carried(files: Iterable[Path], target: Path) -> int:
     return count
 
 
-def data_section(folder: Path, vocab_size: int) -> dict[str, Any]:
+def data_section(folder: Path, vocab_size: int, rows: int) -> dict[str, Any]:
     """Section `data` for a model whose tokenizer lies in `folder`.
 
     A tokenizer that cannot be used is left out of it with a warning; the files are carried along
     nevertheless, since others may read them.
+
+    Args:
+        folder: Of the model.
+        vocab_size: Its tokens.
+        rows: Those of its vocabulary with the padding.
     """
     values: dict[str, Any] = {"vocab_size": vocab_size}
     kinds = (
         ("tokenizer.json", "HuggingFaceTokenizer", HuggingFaceTokenizer),
         ("tokenizer.model", "SentencePieceTokenizer", SentencePieceTokenizer),
+        ("vocab.json", "HuggingFaceTokenizer", HuggingFaceTokenizer),
     )
     for name, kind, build in kinds:
         if not (folder / name).is_file():
             continue
         try:
-            size = build(folder).vocab_size
+            tokenizer = build(folder)
         except DataError as error:
             log.warning("no --tokenizer-type is set: %s", error)
             return values
+        for note in tokenizer.notes:
+            log.warning("%s", note)
+        size = tokenizer.vocab_size
         if size > vocab_size:
+            wide = -(-size // 128) * 128
+            room = "" if size <= rows else f"convert with {_PADDING} {wide}, then "
             log.warning(
-                "no --tokenizer-type is set: %s has %d ids, the model %d rows",
+                "no --tokenizer-type is set: %s has %d ids, %d more than the model, which nobody "
+                "trained; to train them, %sgive the run this tokenizer, --vocab-size %d and "
+                "--new-tokens-from-mean",
                 folder / name,
                 size,
-                vocab_size,
+                size - vocab_size,
+                room,
+                size,
             )
             return values
         return values | {"tokenizer_type": kind, "tokenizer_model": str(folder)}

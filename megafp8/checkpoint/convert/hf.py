@@ -62,7 +62,9 @@ def open_hf(
     files = SafetensorsFolder(folder)
     prefix = _prefix(told.model_type, files.entries)
     dtype = _dtype(folder, files.entries)
-    config = make_config(folder, told.model, data_section(folder, told.vocab_size), dtype)
+    rows = -(-told.vocab_size // divisible_by) * divisible_by
+    data = data_section(folder, told.vocab_size, rows)
+    config = make_config(folder, told.model, data, dtype)
     shape = ModelShape.from_config(config, told.vocab_size)
     by_name = {route.ours: route for route in routes(told.model_type, shape)}
     check_stored(folder, files.entries, by_name.values(), prefix, told.tied)
