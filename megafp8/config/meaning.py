@@ -196,6 +196,7 @@ NO_EFFECT: tuple[str, ...] = (
     "no_load_rng",
     "finetune",
     "allow_changed_corpus",
+    "new_tokens_from_mean",
     "exit_on_missing_checkpoint",
     "use_checkpoint_args",
     "run_dir",
