@@ -35,7 +35,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"num_local_experts": 8}, "unknown fields .*num_local_experts = 8"),
         ({"mlp_bias": "yes"}, "mlp_bias is 'yes'; allowed: true or false"),
         ({"attention_bias": True}, "4 missing|6 missing|8 missing"),
-        ({"pretraining_tp": 2}, "pretraining_tp is 2"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; allowed: 1.0"),
         ({"sliding_window": 16}, "sliding_window is 16; allowed: None"),
@@ -147,8 +146,8 @@ def test_an_unknown_field_can_be_ignored_by_name(tmp_path: Path) -> None:
 
 
 def test_a_name_to_ignore_that_changes_nothing_is_refused(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "in", pretraining_tp=2, surprising_flag=3)
-    ignored = ("pretraining_tp", "surprising_flag")
+    folder = make_folder(tmp_path / "in", rope_interleaved=True, surprising_flag=3)
+    ignored = ("rope_interleaved", "surprising_flag")
     for name, words in (
         ("surprising_flg", "config.json has no such field"),
         ("hidden_size", "the model is built from it"),

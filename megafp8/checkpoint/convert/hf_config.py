@@ -98,7 +98,7 @@ def _from_llama(fields: Fields, model_type: str) -> dict[str, Any]:
         raise fields.error(name, f"heads of an even size for rope, found {head_dim}")
     if fields.get("hidden_act") not in ("silu", "swish"):
         raise fields.error("hidden_act", "silu")
-    fields.expect("pretraining_tp", 1, None)
+    fields.expect("rope_interleaved", False, None)
     attention_bias = model_type in ("llama", "qwen3") and fields.switch("attention_bias", False)
     layers = fields.whole("num_hidden_layers")
     return {
@@ -186,8 +186,13 @@ def _layer_types(fields: Fields, layers: int) -> list[str]:
 def _from_window(fields: Fields, model_type: str, layers: int) -> tuple[int, int] | None:
     """A token sees `sliding_window` tokens, itself included; ours counts those before it."""
     kinds = _layer_types(fields, layers)
+    if model_type in ("llama", "mistral"):
+        fields.get("max_window_layers", None)  # Qwen's models alone read it
     if model_type == "llama":
-        fields.expect("sliding_window", None)
+        if fields.get("use_sliding_window", None) is False:
+            fields.get("sliding_window", None)
+        else:
+            fields.expect("sliding_window", None)
         window = None
     elif model_type == "mistral":
         window = fields.get("sliding_window")

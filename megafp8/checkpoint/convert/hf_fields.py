@@ -10,21 +10,23 @@ from typing import Any, TypeGuard
 from megafp8.errors import CheckpointError
 
 # Without effect on what the weights compute: identity of the file, generation defaults, training
-# hints, outputs of other tasks. Everything else that is not used has to be false or empty.
+# hints, outputs of other tasks, notes of the programs that made it. So are names that begin with
+# `_`, transformers' own. Everything else that is not used has to be false or empty.
 NEUTRAL = frozenset(
-    "_name_or_path _attn_implementation _attn_implementation_autoset architectures "
-    "attn_implementation begin_suppress_tokens bos_token_id chunk_size_feed_forward "
+    "architectures attn_implementation begin_suppress_tokens bos_token_id chunk_size_feed_forward "
     "cls_token_id decoder_start_token_id diversity_penalty do_sample dtype early_stopping "
     "encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty "
     "finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label "
-    "initializer_range is_decoder label2id length_penalty max_length min_length model_type "
+    "initializer_range is_decoder is_llama_config label2id length_penalty max_length "
+    "max_sequence_length min_length model_type neftune_noise_alpha "
     "no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences "
     "output_attentions output_hidden_states output_past output_scores pad_token_id prefix "
-    "problem_type remove_invalid_values repetition_penalty return_dict "
+    "pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict "
     "return_dict_in_generate sep_token_id summary_activation summary_first_dropout "
     "summary_proj_to_labels summary_type summary_use_proj suppress_tokens "
     "task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype "
-    "torchscript transformers_version typical_p unk_token_id use_bfloat16 use_cache".split()
+    "torchscript transformers.js_config transformers_version typical_p unk_token_id "
+    "unsloth_fixed unsloth_version use_bfloat16 use_cache".split()
 )
 # Neutral fields that belong to the model and not to the file: export gives them back.
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache")
@@ -127,6 +129,7 @@ class Fields:
             name
             for name, value in self.values.items()
             if name not in self._taken | NEUTRAL
+            and not name.startswith("_")
             and name not in self.ignored
             and value not in (None, False, {}, [])
         ]
