@@ -247,4 +247,4 @@ def test_the_first_gradients_are_closer_to_those_of_bf16():
         ).median()
         for name in ("masters", "one")
     }
-    assert errors["masters"] < 0.6 * errors["one"], errors
+    assert errors["masters"] < 0.75 * errors["one"], errors

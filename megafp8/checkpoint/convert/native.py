@@ -27,6 +27,7 @@ from megafp8.checkpoint.files import (
     LATEST_NAME,
     RECORD_NAME,
     iteration_name,
+    reading,
     sync_directory,
     write_atomically,
 )
@@ -106,14 +107,8 @@ class _ScaleState:
                 f"{tensors.directory}: {listed(both)} is stored both shared and for each rank"
             )
         self._stored |= {name: name for name in shared}
-        wrong = scale_problems(tensors)
-        for name in sorted(self._stored.values()) if not wrong else ():
-            if (found := flaw(name, tensors.read(name))) is not None:
-                wrong.append(f"{tensors.file_of(name)}: {name} {found}")
-        if wrong:
-            raise CheckpointError(
-                f"FP8 scale state is damaged: {summary(wrong)}{advice(tensors.directory)}"
-            )
+        with reading(tensors.directory):
+            self._check()
         self.names = sorted(self._stored)
         self._ranks = RankState(tensors)
         self.notes: tuple[str, ...] = ()
@@ -121,6 +116,17 @@ class _ScaleState:
             self.notes = (
                 f"scale state of each rank's own: {len(own)} tensors merge into one for all, "
                 "histories by element-wise maximum, scales by minimum",
+            )
+
+    def _check(self) -> None:
+        tensors = self._tensors
+        wrong = scale_problems(tensors)
+        for name in sorted(self._stored.values()) if not wrong else ():
+            if (found := flaw(name, tensors.read(name))) is not None:
+                wrong.append(f"{tensors.file_of(name)}: {name} {found}")
+        if wrong:
+            raise CheckpointError(
+                f"FP8 scale state is damaged: {summary(wrong)}{advice(tensors.directory)}"
             )
 
     def read(self, name: str) -> Tensor:
