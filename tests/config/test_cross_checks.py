@@ -158,6 +158,7 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
         ("--train-data-path a --split 1,1", "contradicts --train-data-path"),
         ("--tokenizer-type NullTokenizer", "NullTokenizer needs --vocab-size"),
         ("--finetune", "--finetune needs --load"),
+        ("--new-tokens-from-mean", "--new-tokens-from-mean needs --load"),
         ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint needs --load"),
         ("--wandb-exp-name a", "--wandb-exp-name needs --wandb-project"),
         (

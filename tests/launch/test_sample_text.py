@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import megafp8.launch.sample as sample
 from megafp8.errors import CheckpointError, DataError
@@ -54,6 +57,22 @@ def test_a_tokenizer_that_does_not_fit_is_refused(source: Path, tmp_path: Path) 
         text_of(source, "HuggingFaceTokenizer")
     with pytest.raises(DataError, match="--tokenizer-model .*none: no such file"):
         text_of(source, "SentencePieceTokenizer", str(tmp_path / "none"))
+
+
+def test_a_prompt_is_its_text_and_what_is_not_seen_of_it_is_told(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = tokenizers.Tokenizer(WordLevel({"<unk>": 0, "<eos>": 1, "fox": 2}, "<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.enable_padding(length=64, pad_id=2, pad_token="fox")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = sample.sample_text(
+        source, "fox \u00e9", 0, 1.0, 3, "HuggingFaceTokenizer", str(tmp_path)
+    )
+    assert text == "fox <unk>", "padding is no part of a prompt"
+    told = capsys.readouterr().err
+    assert "switched off, since ids are those of the text: padding" in told
+    assert "--prompt: characters that the model does not see: 1 '\u00e9'" in told
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(
