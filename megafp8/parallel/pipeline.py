@@ -132,7 +132,8 @@ class PipelineRunner:
                 parallelism, where a micro-batch's backward is no end of anything.
 
         Returns:
-            fp32 scalar: the sum of token losses (0 on ranks without the last stage), unscaled.
+            fp64 scalar: the sum of token losses (0 on ranks without the last stage), unscaled.
+            Fp32 sums of micro-batches add up exactly in it, in whatever order ranks have them.
         """
         self.loss_scale = loss_scale
         if self.mesh.layout.pp == 1:
@@ -150,7 +151,7 @@ class PipelineRunner:
             kwargs |= {"target": torch.zeros(count), "losses": losses}
         args = (tokens,) if 0 in self.indices else ()
         self._schedules[count].step(*args, return_outputs=False, **kwargs)
-        total = torch.zeros((), device=self.mesh.world.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device)
         for loss in losses:
             total += loss.detach()
         return total / loss_scale
@@ -160,7 +161,7 @@ class PipelineRunner:
     ) -> Tensor:
         (module,) = self.modules
         keep = not self.mesh.layout.reshard_after_forward
-        total = torch.zeros((), device=self.mesh.world.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device)
         for index, micro_batch in enumerate(micro_batches):
             begin_micro_batch(module, index == len(micro_batches) - 1, keep)
             loss = module(micro_batch["tokens"], **_rest(micro_batch)).sum()
@@ -205,9 +206,9 @@ class PipelineRunner:
         """Forward only.
 
         Returns:
-            fp32 scalar: the sum of token losses (0 on ranks without the last stage).
+            fp64 scalar: the sum of token losses (0 on ranks without the last stage).
         """
-        total = torch.zeros((), device=self.mesh.world.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device)
         for output in self.forward(micro_batches):
             total += output.sum()
         return total

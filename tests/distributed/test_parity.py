@@ -6,17 +6,21 @@ as a table.
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from megafp8.config.cli import load_config
 from megafp8.launch.dry_run import preflight
 from tests.support.layouts import (
+    BOUNDS,
     CASES,
+    SPIKE,
     Curve,
     LayoutCase,
     deviations,
     reference_case,
+    start_training,
     train_curve,
 )
 from tests.support.ranks import Ranks
@@ -73,7 +77,7 @@ def check(
     for curve in curves[1:]:  # what is reported is the same number on every rank
         assert (curve.losses, curve.grad_norms) == (curves[0].losses, curves[0].grad_norms)
     loss, norm = deviations(curves[0], wanted)
-    loss_bound, norm_bound = case.bounds(precision)
+    loss_bound, norm_bound = case.bounds(precision, len(curves[0].losses))
     assert loss <= loss_bound, (curves[0].losses, wanted.losses)
     assert norm <= norm_bound, (curves[0].grad_norms, wanted.grad_norms)
 
@@ -106,6 +110,33 @@ def test_layout_of_eight_ranks_equals_one_rank(
     eight: Ranks, reference: Reference, case: LayoutCase, precision: str
 ) -> None:
     check(eight, reference, case, precision, 20)
+
+
+def steps_to_the_spike(flags: tuple[str, ...], folder: str) -> tuple[str, Curve]:
+    """Train up to the spike of the gradient norm; the checkpoint before it, and the step at it."""
+    training = start_training(flags)
+    training.iterate(SPIKE - 1)
+    return training.save(folder), training.iterate(1)
+
+
+def step_from(flags: tuple[str, ...], load: str) -> Curve:
+    return start_training(flags, load).iterate(1)
+
+
+def test_tensor_parallel_steps_from_one_state_at_the_spike(ranks: Ranks, tmp_path: Path) -> None:
+    """What the wide bound is for is drift: from the same state even this step is within 2e-2."""
+    cases = [case for case in SMALL if case.name in ("tp2 + sp", "tp4 + sp")]
+    flags = reference_case(cases[0]).command("fp8")
+    state, wanted = ranks.run(steps_to_the_spike, world_size=1, flags=flags, folder=str(tmp_path))[
+        0
+    ]
+    assert wanted.grad_norms[0] > 10.0
+    for case in cases:
+        found = ranks.run(
+            step_from, world_size=case.world_size, flags=case.command("fp8"), load=state
+        )[0]
+        loss, norm = deviations(found, wanted)
+        assert 0.0 < loss <= BOUNDS["fp8"][0] and norm <= BOUNDS["fp8"][1], (case.name, loss, norm)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])

@@ -33,7 +33,7 @@ GPIPE = ("--pipeline-schedule", "gpipe")
 INTERLEAVED = ("--num-layers-per-virtual-pipeline-stage", "1")
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 RECOMPUTE = ("--recompute-granularity", "full")
-PIPELINES = [case for case in CASES if case.exact]
+PIPELINES = [case for case in CASES if case.bounds("fp8", 20) == (0.0, 0.0)]
 
 
 def trained(flags: tuple[str, ...], iterations: int) -> tuple[list[float], list[float], Any]:

@@ -274,8 +274,6 @@ class LayoutCase:
         num_layers: blocks of the model, and of the one-rank run it is compared with. Four stages
             of two blocks each take 8.
         iterations: at most so many.
-        exact: whether it is one rank's run bit for bit, as without tensor and data parallelism,
-            which alone change an order of sums.
     """
 
     name: str
@@ -283,11 +281,14 @@ class LayoutCase:
     flags: tuple[str, ...]
     num_layers: int = 4
     iterations: int = 20
-    exact: bool = False
 
-    def bounds(self, precision: str) -> tuple[float, float]:
-        """Return the largest allowed `deviations` from one rank."""
-        return (0.0, 0.0) if self.exact else BOUNDS[precision]
+    def bounds(self, precision: str, iterations: int) -> tuple[float, float]:
+        """Return the largest allowed `deviations` from one rank over so many iterations."""
+        layout = load_config(list(self.command(precision))).layout(self.world_size)
+        if layout.pp == self.world_size:
+            return 0.0, 0.0  # a pipeline changes no order of sums, hence no bit
+        spike = precision == "fp8" and layout.tp > 1 and iterations >= SPIKE
+        return FP8_SPIKE_BOUNDS if spike else BOUNDS[precision]
 
     def command(self, precision: str, *more: str) -> tuple[str, ...]:
         """Return the command line of the run, with more flags if given."""
@@ -301,10 +302,10 @@ CASES = (
     LayoutCase("tp2", 2, degrees(2)),
     LayoutCase("tp2 + sp", 2, degrees(2, 1, SP)),
     LayoutCase("tp4 + sp", 4, degrees(4, 1, SP)),
-    LayoutCase("pp2", 2, degrees(1, 2), exact=True),
-    LayoutCase("pp4", 4, degrees(1, 4), exact=True),
-    LayoutCase("pp2 interleaved x 2", 2, degrees(1, 2, *VIRTUAL), num_layers=8, exact=True),
-    LayoutCase("pp2 zbv", 2, degrees(1, 2, "--pipeline-schedule", "zbv"), num_layers=8, exact=True),
+    LayoutCase("pp2", 2, degrees(1, 2)),
+    LayoutCase("pp4", 4, degrees(1, 4)),
+    LayoutCase("pp2 interleaved x 2", 2, degrees(1, 2, *VIRTUAL), num_layers=8),
+    LayoutCase("pp2 zbv", 2, degrees(1, 2, "--pipeline-schedule", "zbv"), num_layers=8),
     LayoutCase("fsdp2", 2, degrees()),
     LayoutCase("fsdp4", 4, degrees()),
     LayoutCase("hsdp 2 x 2", 4, degrees(1, 1, "--fsdp-size", "2")),
@@ -315,6 +316,9 @@ CASES = (
 )
 # Largest relative deviation from one rank in (loss, gradient norm) over all iterations.
 BOUNDS = {"fp32": (1e-5, 1e-4), "bf16": (1e-2, 1e-2), "fp8": (2e-2, 2e-2)}
+# At the preset's learning rate the gradient norm leaps from 4 to 12 in iteration 5, and by how much
+# depends on every bit before it: docs/parity.md.
+SPIKE, FP8_SPIKE_BOUNDS = 5, (2e-2, 2e-1)
 
 
 def reference_case(case: LayoutCase) -> LayoutCase:
