@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from megafp8.checkpoint.inspect import Inspection, ScaleRow, TensorChange
+from megafp8.checkpoint.record import CheckpointRecord
 from megafp8.checkpoint.values import summary
 
 # Eight block heights from U+2581 on, and what stands for them where only ASCII can be shown.
@@ -45,12 +46,19 @@ def _header(found: Inspection) -> Table:
         "layout": f"{layout.get('world_size', '?')} ranks: {sizes or 'unknown'}, "
         f"schedule {layout.get('pipeline_schedule', '?')}",
         "data position": ", ".join(f"{k} {v}" for k, v in record.data_position.items()) or "none",
+        "corpora": "; ".join(_corpora(record)) or "none",
         "manifest": record.manifest_sha256 or "none",
         "format version": str(record.format_version),
     }
     for name, text in rows.items():
         grid.add_row(name, Text(text))
     return grid
+
+
+def _corpora(record: CheckpointRecord) -> Iterator[str]:
+    for field, corpus in record.state.get("fingerprint", {"corpora": {}})["corpora"].items():
+        counts = f"{corpus['documents']} documents, {corpus['tokens']} tokens"
+        yield f"{field} {corpus['path']} ({counts}, sha256 {corpus['sha256'][:8]})"
 
 
 def _table(title: str, *columns: str, left: int = 1) -> Table:

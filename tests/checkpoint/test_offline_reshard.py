@@ -1,6 +1,7 @@
 """The tool that changes a checkpoint's layout: nothing lost, or nothing written."""
 
 import dataclasses
+import io
 import os
 import resource
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 import megafp8.checkpoint.streaming as streaming
@@ -17,6 +19,7 @@ from megafp8.checkpoint import FORMAT_VERSION, find_checkpoint, load_tensors, re
 from megafp8.checkpoint.convert.run import ConvertOptions, convert
 from megafp8.checkpoint.files import is_being_read
 from megafp8.checkpoint.inspect import inspect_checkpoint
+from megafp8.checkpoint.inspect_text import inspection_text
 from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint, target_run
 from megafp8.checkpoint.rewrite import write_streaming
 from megafp8.checkpoint.streaming import TensorReader, dtype_of
@@ -107,6 +110,21 @@ def test_the_same_call_gives_the_same_files(source: Path, tmp_path: Path) -> Non
     first, second = (read_record(path) for path in paths)
     shards = [name for name in first.files if name != ".metadata"]
     assert [first.files[n] for n in shards] == [second.files[n] for n in shards]
+
+
+def test_what_was_read_is_carried_over_and_shown(tmp_path: Path) -> None:
+    """The run that goes on at the new layout compares its corpus with it."""
+    source = make_source(tmp_path, tied=False)
+    corpus = {"path": "/data/c", "documents": 3, "tokens": 40, "sha256": "ab" * 32}
+    record = read_record(source)
+    read = {"corpora": {"data_path": corpus}, "files": {}, "backend": "native"}
+    record = dataclasses.replace(record, state={**record.state, "fingerprint": read})
+    (source / "megafp8.json").write_text(record.to_json())
+    path = reshard_checkpoint(source, tmp_path / "b", LAYOUTS["tp2"]).path
+    assert read_record(path).state["fingerprint"] == read
+    screen = Console(width=140, record=True, file=io.StringIO())
+    screen.print(inspection_text(inspect_checkpoint(path)))
+    assert "/data/c (3 documents, 40 tokens, sha256 abababab)" in screen.export_text()
 
 
 def test_scale_state_of_ranks_moves_by_rule(source: Path, tmp_path: Path) -> None:

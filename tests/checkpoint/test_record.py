@@ -136,6 +136,12 @@ def test_a_record_without_its_checksum_is_refused() -> None:
         (stored(state={"nan_iterations": [2]}), r"nan_iterations is \[2\]"),
         (stored(state={"vocab_size": -1}), "vocab_size is -1"),
         (stored(state={"loss_scaler": {"scale": "x"}}), "loss_scaler is .*expected numbers"),
+        (stored(state={"fingerprint": [1]}), r"fingerprint is \[1\], expected what corpora"),
+        (stored(state={"fingerprint": {"corpora": {}}}), "fingerprint is .* expected what corpora"),
+        (
+            stored(state={"fingerprint": {"corpora": {"data_path": {"path": "a"}}, "files": {}}}),
+            "fingerprint is .* expected what corpora",
+        ),
         (stored(tensors={"a": {"shape": [2**40, 2**40], "dtype": "int8"}}), r"tensors\['a'\]"),
         (stored(files={"a\0b": {"size": 1, "crc32": ""}}), "is no name"),
         (stored(files={"a\ud800": {"size": 1, "crc32": ""}}), "is no character"),

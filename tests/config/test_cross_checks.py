@@ -160,6 +160,7 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
         ("--finetune", "--finetune needs --load"),
         ("--new-tokens-from-mean", "--new-tokens-from-mean needs --load"),
         ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint needs --load"),
+        ("--allow-changed-corpus", "--allow-changed-corpus needs --load"),
         ("--wandb-exp-name a", "--wandb-exp-name needs --wandb-project"),
         (
             "--transformer-impl transformer_engine --bf16 --fp8-format hybrid --no-fp8-wgrad",
