@@ -30,7 +30,7 @@ class Position:
     consumed_samples: int = 0
 
     def __str__(self) -> str:
-        return f"iteration {self.iteration}, after {self.consumed_samples} samples,"
+        return f"iteration {self.iteration}, {self.consumed_samples} samples consumed"
 
 
 START = Position()

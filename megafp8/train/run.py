@@ -162,7 +162,7 @@ def _train_in(
     total = total_iterations(config, batches, start)
     _announce(config, shape, mesh, plan, model, batches, run_dir)
     if state.iteration >= total:
-        log.warning("%s is loaded: %s leaves nothing to train", start, length_flag(config))
+        log.warning("%s: %s leaves nothing to train", start, length_flag(config))
     with closing(AuditLog(run_dir, enabled=mesh.world.rank == 0)) as audit:
         if certificate is not None:
             _note_resume(audit, state, certificate, manifest)
@@ -203,13 +203,6 @@ def _train_in(
     return signal
 
 
-def _fingerprint(config: RunConfig, datasets: Datasets, model: Model) -> dict[str, Any]:
-    """What decides the trajectory and is in no flag: what is read, and by what it is computed."""
-    # One rank reads: nodes may have copies, and only one of them can be compared.
-    read = on_first_rank("hashing the corpus", lambda: take_fingerprint(config, datasets), None)
-    return {**read, "backend": model.backend.chosen}
-
-
 def _build(config: RunConfig, shape: ModelShape, plan: PrecisionPlan, mesh: Mesh) -> Model:
     """The model, on a device that is known to compute by its recipe."""
     _seed_default_generators(config.training.seed)
@@ -220,6 +213,15 @@ def _build(config: RunConfig, shape: ModelShape, plan: PrecisionPlan, mesh: Mesh
     if recipe is not None and model.backend.chosen == "native":
         _check_fp8_kernels(plan, recipe, mesh.world.device)
     return model
+
+
+def _fingerprint(config: RunConfig, datasets: Datasets, model: Model) -> dict[str, Any]:
+    """What the numbers of a run follow from beside its settings; a collective call.
+
+    One rank reads: nodes may have copies of the data, and all ranks have to find the same.
+    """
+    read = on_first_rank("hashing the corpus", lambda: take_fingerprint(config, datasets), None)
+    return {**read, "backend": model.backend.chosen}
 
 
 def _how_to_go_on(config: RunConfig, run_dir: Path, save_dir: Path, newest: Path | None) -> str:
