@@ -1,4 +1,4 @@
-"""Scales of a run's first step, at any layout, on either backend: those of one native process."""
+"""Scales of a run's first step at any layout: those of one process."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,10 @@ from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
 from megafp8.checkpoint.streaming import TensorReader
 from tests.support.layouts import BOUNDS, PARITY, SP, degrees, start_training
 from tests.support.ranks import Ranks
-from tests.support.te_runs import NATIVE, SMALL, start_te
+from tests.support.te_runs import SMALL
 
 BASE = (*PARITY, *SMALL)
 OWN = "--no-fp8-reduce-amax"
-E4M3 = ("--fp8-format", "e4m3")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp2 + sp": (2, degrees(2, 1, SP)),
     "fsdp2, fp8 gathers": (2, degrees(1, 1, "--fp8-param-gather")),
@@ -35,13 +34,9 @@ class Start:
 
 
 def start(
-    flags: tuple[str, ...],
-    te: bool = False,
-    load: str | None = None,
-    iterations: int = 1,
-    save: str | None = None,
+    flags: tuple[str, ...], load: str | None = None, iterations: int = 1, save: str | None = None
 ) -> Start:
-    training = start_te(flags, load) if te else start_training((*flags, *NATIVE), load)
+    training = start_training(flags, load)
     registry = training.model.registry
     assert registry is not None
     before = registry.tensors()
@@ -85,28 +80,6 @@ def test_first_scales_of_weights_are_those_of_whole_masters(
     assert abs(found[0].norm / alone.norm - 1) <= BOUNDS["fp8"][1]
 
 
-def test_first_scales_with_transformer_engine(
-    te_ranks: Ranks, ranks: Ranks, alone: Start, tmp_path: Path
-) -> None:
-    found = te_ranks.run(start, world_size=2, flags=(*BASE, *degrees(2, 1, SP)), te=True)
-    assert_same(joined(found), alone.tensors)
-    assert abs(found[0].loss / alone.loss - 1) <= BOUNDS["fp8"][0]
-    # A run in BF16 goes on in FP8, on either backend.
-    bf16 = (*BASE, *degrees(), "--fp8-format", "none")
-    (saved,) = ranks.run(save_bf16, world_size=1, flags=bf16, save=str(tmp_path))
-    flags = (*BASE, *degrees())
-    (native,) = ranks.run(start, world_size=1, flags=flags, load=saved)
-    (te,) = te_ranks.run(start, world_size=1, flags=flags, load=saved, te=True)
-    assert_same(te.tensors, native.tensors)
-    assert any(not torch.equal(v, alone.tensors[k]) for k, v in te.tensors.items())
-
-
-def save_bf16(flags: tuple[str, ...], save: str) -> str:
-    training = start_training(flags)
-    training.iterate(2)
-    return training.save(save)
-
-
 def test_ranks_with_scales_of_their_own_start_with_those_of_their_parts(
     ranks: Ranks, alone: Start
 ) -> None:
@@ -122,16 +95,12 @@ def test_ranks_with_scales_of_their_own_start_with_those_of_their_parts(
     assert differ
 
 
-@pytest.mark.parametrize("te", [False, True], ids=["native", "te"])
-def test_another_format_at_another_layout(
-    ranks: Ranks, te_ranks: Ranks, tmp_path: Path, te: bool
-) -> None:
+def test_another_format_at_another_layout(ranks: Ranks, tmp_path: Path) -> None:
     """Windows of two ranks in hybrid; scales of one in E4M3, gradients' 128 times smaller."""
     flags = (*BASE, *degrees(2, 1, SP))
     hybrid = ranks.run(start, world_size=2, flags=flags, iterations=3, save=str(tmp_path / "a"))
-    pool = te_ranks if te else ranks
-    flags = (*BASE, *degrees(), *E4M3)
-    (found,) = pool.run(start, world_size=1, flags=flags, te=te, load=hybrid[0].saved)
+    flags = (*BASE, *degrees(), "--fp8-format", "e4m3")
+    (found,) = ranks.run(start, world_size=1, flags=flags, load=hybrid[0].saved)
     stored = TensorReader.open(Path(hybrid[0].saved))
     for name, value in found.tensors.items():
         moved = name.endswith("grad_output.scale")

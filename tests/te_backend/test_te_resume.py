@@ -58,6 +58,46 @@ def test_te_tp2_to_one_rank(ranks: Ranks, te_ranks: Ranks, tmp_path: Path) -> No
     assert loss <= BOUNDS["fp8"][0] and norm <= BOUNDS["fp8"][1]
 
 
+def scales(*digests: dict[str, str]) -> dict[str, str]:
+    """Scales and windows alone, of all ranks together."""
+    return {k: v for k, v in merge_stages(digests).items() if k.startswith("fp8.")}
+
+
+def test_first_scales_of_weights_are_the_native_ones(
+    ranks: Ranks, te_ranks: Ranks, tmp_path: Path
+) -> None:
+    """Those of the masters: in a fresh run, and in one that goes on in FP8 after BF16."""
+    (native,) = ranks.run(train, world_size=1, flags=ALONE, iterations=0)
+    te = te_ranks.run(train, world_size=2, flags=TP2, iterations=0, te=True)
+    fresh = scales(native.before)
+    assert scales(*(rank.before for rank in te)) == fresh
+    bf16 = (*ALONE, "--fp8-format", "none")
+    (saved,) = ranks.run(train, world_size=1, flags=bf16, iterations=2, save=str(tmp_path))
+    loaded = {"flags": ALONE, "iterations": 1, "load": saved.saved}
+    (native,) = ranks.run(train, world_size=1, **loaded)
+    (other,) = te_ranks.run(train, world_size=1, te=True, **loaded)
+    switched = scales(native.before)
+    assert scales(other.before) == switched
+    different = {name for name in fresh if fresh[name] != switched[name]}
+    assert different and all(name.endswith(".weight.scale") for name in different)
+    assert abs(other.curve.losses[0] / native.curve.losses[0] - 1) <= BOUNDS["fp8"][0]
+
+
+def test_another_format_and_rule(ranks: Ranks, te_ranks: Ranks, tmp_path: Path) -> None:
+    """Scales are chosen anew, with a window of another length and a cap, before the first step."""
+    hybrid = te_ranks.run(train, world_size=2, flags=TP2, iterations=3, te=True, save=str(tmp_path))
+    saved = scales(*(rank.after for rank in hybrid))
+    for rule in (("--fp8-format", "e4m3"), ("--fp8-margin", "2", "--fp8-scale-cap", "9")):
+        loaded = {"flags": (*ALONE, *rule), "iterations": 1, "load": hybrid[0].saved}
+        (native,) = ranks.run(train, world_size=1, **loaded)
+        (te,) = te_ranks.run(train, world_size=1, te=True, **loaded)
+        assert scales(te.before) == scales(native.before)
+        moved = {name for name, value in scales(te.before).items() if saved[name] != value}
+        assert moved and all(name.endswith(".scale") for name in moved)
+        assert all(".grad_output." in name for name in moved) is (rule[0] == "--fp8-format")
+        assert abs(te.curve.grad_norms[0] / native.curve.grad_norms[0] - 1) <= BOUNDS["fp8"][1]
+
+
 def windows(directory: str) -> dict[str, torch.Tensor]:
     record = read_record(Path(directory))
     names = [name for name in record.tensors if name.endswith(".amax_history")]
