@@ -83,6 +83,8 @@ def test_words_before_any_option_are_refused() -> None:
 def test_empty_values_and_names_like_no_other() -> None:
     with pytest.raises(ConfigurationError, match="--save: found nothing .*leave the flag out"):
         load_config([*BASE, "--save", ""])
+    with pytest.raises(ConfigurationError, match="--zig: unknown.*; --zag: unknown option"):
+        load("--zig 1 --zag 2")
     with pytest.raises(ConfigurationError, match="--zigzag: unknown option; --help lists"):
         load_config([*BASE, "--zigzag", "1"])
 

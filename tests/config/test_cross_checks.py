@@ -397,6 +397,14 @@ def test_typed_values_from_python_are_checked_strictly() -> None:
         with pytest.raises(ConfigurationError) as caught:
             RunConfig.from_dict(bad)
         assert fragment in str(caught.value)
+    # Of a record that another version wrote, all at once.
+    strange = {**values, "model": {**values["model"], "colour": 1, "smell": 2}, "taste": {}}
+    strange["training"] = {**values["training"], "train_iters": -1}
+    with pytest.raises(ConfigurationError) as caught:
+        RunConfig.from_dict(strange)
+    found = str(caught.value).split("; ")
+    assert {"model.colour: unknown name", "model.smell: unknown name"} < set(found)
+    assert "taste: unknown name" in found and any("train_iters: found -1" in one for one in found)
 
 
 def test_fp8_attention_needs_delayed_scaling() -> None:

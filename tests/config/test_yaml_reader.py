@@ -148,3 +148,20 @@ def test_lists_and_lone_values(tmp_path: Path) -> None:
     for text in ("a/b", "[a/b]"):
         data = load(tmp_path, TINY + f"data: {{data_path: {text}}}\n").data
         assert data.data_path == ("a/b",)
+
+
+def test_all_wrong_names_of_a_file_are_told_at_once(tmp_path: Path) -> None:
+    message = error(
+        tmp_path,
+        TINY + "parallel: {fsdp: 2, lr: 1}\nlogging: {run_dirs: x}\npresicion: {bf16: on}\n",
+    )
+    for fragment in (
+        "parallel.fsdp: unknown key",
+        "parallel.lr: belongs in section optimizer",
+        "logging.run_dirs: unknown key; did you mean run_dir",
+        "presicion: unknown section",
+    ):
+        assert fragment in message
+    values = TINY + "data: {num_workers: many}\nlogging: {log_interval: often}\n"
+    message = error(tmp_path, values)
+    assert "num_workers" in message and "log_interval" in message and "\n" not in message
