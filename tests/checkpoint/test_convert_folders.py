@@ -64,6 +64,23 @@ def test_links_that_lead_nowhere(tmp_path: Path) -> None:
     refused(single, "single: model.safetensors is a link to a file that is missing")
 
 
+def test_pointers_of_git_lfs(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "in")
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
+    (folder / "model.safetensors").write_text(text)
+    refused(folder, "in: model.safetensors: a pointer of Git LFS in place of the file; run git lfs")
+    (folder / "tokenizer.json").write_text(text)
+    refused(folder, "in: model.safetensors, tokenizer.json: a pointer of Git LFS")
+
+
+def test_other_files_are_said_to_be_left_out(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "in", shards=2)
+    for name in ("consolidated.safetensors", "README.md", ".gitattributes", "merges.txt"):
+        (folder / name).write_text("")
+    lines = run_convert("hf", "hf", folder, tmp_path / "out")
+    assert "note: 2 other files are left out: README.md, consolidated.safetensors" in lines
+
+
 @pytest.mark.parametrize(
     ("files", "words"),
     [

@@ -20,7 +20,7 @@ from megafp8.checkpoint.convert.carried import (
 )
 from megafp8.checkpoint.convert.hf_config import choose_model_type, describe, to_hf_config
 from megafp8.checkpoint.convert.hf_fields import Fields, read_json
-from megafp8.checkpoint.convert.hf_folder import refuse_half_a_model
+from megafp8.checkpoint.convert.hf_folder import left_out, refuse_half_a_model
 from megafp8.checkpoint.convert.hf_names import GPT2_PREFIX, is_buffer, routes
 from megafp8.checkpoint.convert.routes import Route
 from megafp8.checkpoint.convert.safetensors_files import (
@@ -90,6 +90,9 @@ def open_hf(
         notes.append(f"{len(buffers)} constants are left out, no weights: {listed(buffers)}")
     if (folder / SCALES_NAME).is_file():
         notes.append(f"FP8 scale state is left out, scales start anew: {SCALES_NAME}")
+    others = left_out(folder, files.files)
+    if others:
+        notes.append(f"{len(others)} other files are left out: {listed(others)}")
     kinds = {str(entry.dtype).removeprefix("torch.") for entry in files.entries.values()}
     if len(kinds) > 1:
         notes.append(f"weights are {', '.join(sorted(kinds))}: float32 holds them all")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from fnmatch import filter as matching
 from pathlib import Path
 
 from megafp8.checkpoint.convert.carried import CONFIG_NAME, NAMES
-from megafp8.checkpoint.convert.safetensors_files import INDEX_NAME, SINGLE_NAME
+from megafp8.checkpoint.convert.safetensors_files import INDEX_NAME, SCALES_NAME, SINGLE_NAME
+from megafp8.checkpoint.convert.view import listed
 from megafp8.checkpoint.kinds import foreign_program, found_instead
 from megafp8.errors import CheckpointError
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 # Suffixes of files of weights, and what keeps them from being read; the first one found is told.
 _FORMS = (
@@ -39,7 +41,7 @@ def refuse_half_a_model(folder: Path) -> None:
         raise CheckpointError(
             f"--load {folder} holds no {CONFIG_NAME}{found_instead(folder, 'hf')}"
         )
-    problems = [*_dangling(folder, names)]
+    problems = [*_not_downloaded(folder, names)]
     adapter = sorted(names.intersection(ADAPTER))
     if not names & {SINGLE_NAME, INDEX_NAME}:
         found = _weights(folder, names)
@@ -53,19 +55,35 @@ def refuse_half_a_model(folder: Path) -> None:
         raise CheckpointError(f"{folder}: {'; '.join(problems)}")
 
 
-def _dangling(folder: Path, names: Collection[str]) -> list[str]:
-    """Say which files of a model are links to files that are missing."""
+def left_out(folder: Path, taken: Collection[str]) -> list[str]:
+    """The names of a folder's other files: neither `taken`, nor carried along, nor hidden."""
+    known = {*taken, CONFIG_NAME, INDEX_NAME, SCALES_NAME, *NAMES}
+    files = (path for path in folder.iterdir() if path.is_file())
+    return sorted(path.name for path in files if path.name not in known and path.name[0] != ".")
+
+
+def _not_downloaded(folder: Path, names: Collection[str]) -> Iterator[str]:
+    """Say which files of a model are there by name alone: links that lead nowhere, pointers."""
     ours = [name for name in names if name.endswith(".safetensors")]
-    links = [
-        name
-        for name in sorted({*ours, CONFIG_NAME, INDEX_NAME, *NAMES})
-        if (folder / name).is_symlink() and not (folder / name).exists()
-    ]
-    if not links:
-        return []
-    first = f"{links[0]} is a link to a file that is missing ({os.readlink(folder / links[0])})"
-    more = f", and so are {len(links) - 1} more" if links[1:] else ""
-    return [f"{first}{more}: download the model again, or copy it with the files behind its links"]
+    files = [name for name in sorted({*ours, CONFIG_NAME, INDEX_NAME, *NAMES}) if name in names]
+    links = [name for name in files if not (folder / name).exists()]
+    if links:
+        target = os.readlink(folder / links[0])
+        more = f", and so are {len(links) - 1} more" if links[1:] else ""
+        yield (
+            f"{links[0]} is a link to a file that is missing ({target}){more}: download the model "
+            "again, or copy it with the files behind its links"
+        )
+    pointers = [name for name in files if name not in links and _is_pointer(folder / name)]
+    if pointers:
+        yield (
+            f"{listed(pointers)}: a pointer of Git LFS in place of the file; run git lfs pull there"
+        )
+
+
+def _is_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_POINTER)) == _POINTER
 
 
 def _weights(folder: Path, names: set[str]) -> str:
@@ -78,5 +96,4 @@ def _weights(folder: Path, names: set[str]) -> str:
     foreign = foreign_program(folder)
     if not found:
         return f"no weights{foreign}"
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{', '.join(sorted(found)[:3])}{more}{foreign or do}"
+    return f"{listed(found)}{foreign or do}"

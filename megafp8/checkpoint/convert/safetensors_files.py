@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,11 @@ class SafetensorsFolder:
             if code not in CODES:
                 raise CheckpointError(f"{folder / owner}: {name} is {code}, allowed {PLAIN}")
             self.entries[name] = Described(tuple(part.get_shape()), CODES[code])
+
+    @property
+    def files(self) -> Collection[str]:
+        """Names of the files that hold them."""
+        return self._files.keys()
 
     @property
     def names(self) -> list[str]:
