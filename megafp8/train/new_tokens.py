@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from megafp8.checkpoint import CheckpointRecord
 from megafp8.config import RunConfig
@@ -95,6 +96,7 @@ def _fill_with_mean(table: DTensor, trained: int, vocab_size: int) -> None:
     sums = torch.zeros(mine.shape[1], dtype=torch.int64, device=mine.device)
     for rows in mine[:last_trained].split(_ROWS_AT_ONCE):
         sums += (rows.double() / _UNIT).round().to(torch.int64).sum(0)
-    parts = [p if isinstance(p, Replicate) else Partial() for p in table.placements]
-    total = DTensor.from_local(sums, table.device_mesh, parts, run_check=False).full_tensor()
-    mine[last_trained:last] = (total.double() * _UNIT / trained).float()
+    for axis, placement in enumerate(table.placements):
+        if not isinstance(placement, Replicate):
+            dist.all_reduce(sums, group=table.device_mesh.get_group(axis))
+    mine[last_trained:last] = (sums.double() * _UNIT / trained).float()
