@@ -138,7 +138,9 @@ def _saved_run(load: str) -> tuple[str, Mapping[str, Any]]:
     """Path and configuration of the checkpoint that `--load` means."""
     # Imported here: it needs torch, and few runs need it before they are checked.
     from megafp8.checkpoint import find_checkpoint, read_record
+    from megafp8.train.mounts import check_answer
 
+    check_answer({f"--load {load}": [Path(load)]})
     path = find_checkpoint(Path(load))
     if path is None:
         raise CheckpointError(f"--use-checkpoint-args: --load {load} holds no checkpoint")

@@ -40,6 +40,7 @@ from megafp8.train.folders import (
 from megafp8.train.loop import Loop
 from megafp8.train.loss_scaler import build_loss_scaler
 from megafp8.train.metrics import MetricsWriter, Observer
+from megafp8.train.mounts import check_files_answer
 from megafp8.train.optimizer import check_optimizer
 from megafp8.train.progress import ProgressBar
 from megafp8.train.saving import RunSaver
@@ -47,7 +48,7 @@ from megafp8.train.schedule import LearningRateSchedule
 from megafp8.train.signals import StopSignals
 from megafp8.train.state import Certificate, TrainState, load_run
 from megafp8.train.step import TrainingStep
-from megafp8.train.trackers import build_trackers
+from megafp8.train.trackers import FINISH_SECONDS, build_trackers
 
 log = get_logger(__name__)
 
@@ -103,6 +104,7 @@ def run(
 
 def _open_data(config: RunConfig) -> tuple[int, Datasets]:
     """Vocabulary size and splits."""
+    check_files_answer(config)
     tokenizer = build_tokenizer(config.data)
     for note in () if tokenizer is None else tokenizer.notes:
         log.warning("%s", note)
@@ -249,6 +251,10 @@ def _open_writer(
                 run_dir,
                 resumed_iteration=iteration,
                 settings=config.to_dict(),
+                # The other ranks wait in a collective meanwhile.
+                finish_seconds=min(
+                    FINISH_SECONDS, 20.0 * config.parallel.distributed_timeout_minutes
+                ),
             ),
             ProgressBar(total, completed=iteration),
         ]

@@ -1,21 +1,31 @@
 """Curves for people who watch elsewhere: TensorBoard and Weights & Biases.
 
-A tracker is a view of the run and never a reason to lose it: whatever goes wrong in one (package
-absent, no network, disk full) becomes one warning line, and that tracker is off from then on.
-`metrics.jsonl` holds the same numbers in any case.
+A tracker is a view of the run and never a reason to lose it, or to wait: it starts and works in a
+thread of its own. Whatever goes wrong in one (package absent, no network, disk full) becomes one
+warning line, and that tracker is off from then on. A service or a file system that does not answer
+costs the run some seconds at its end. `metrics.jsonl` holds the same numbers in any case.
 """
 
 import importlib
+import queue
+import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megafp8.config.records import LoggingConfig
-from megafp8.log import get_logger
+from megafp8.log import TRACKER_THREAD, get_logger
 from megafp8.train.metrics import IterationMetrics
 
 WANDB_RUN_ID_FILE = "wandb_run_id"
+START_SECONDS = 10.0  # in which a service has to answer
+FINISH_SECONDS = 10.0  # that all trackers of a run together may take at its end
+WAITING = 1000  # iterations that a tracker may be behind
+
+# What a back end is: what takes the curves and the iteration, and what finishes it.
+Backend = tuple[Callable[[Mapping[str, float], int], None], Callable[[], None]]
 
 logger = get_logger(__name__)
 
@@ -44,68 +54,176 @@ def scalars(metrics: IterationMetrics) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
+class Patience:
+    """Seconds that the trackers of a run may take together at its end."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def wait(self, done: threading.Event) -> bool:
+        """Wait for an event, for no longer than what is left; whether it came."""
+        began = time.monotonic()
+        came = done.wait(max(self.seconds, 0.0))
+        self.seconds -= time.monotonic() - began
+        return came
+
+
 class Tracker:
     """Guards one back end: opens it, forwards the curves, and switches it off when it fails.
 
     Args:
-        name: For the warning.
-        open_backend: Returns (log, close); `log` takes the curves and the iteration.
+        name: For the warnings.
+        package: What is imported for it, here and now: that takes as long as it takes.
+        open_backend: Makes the back end of the package; it may fail, or never return.
+        patience: Bounds what `close` may take.
+        open_offline: Opens one that needs no network, where the other does not open in time.
+        start_seconds: The time for that.
     """
 
     def __init__(
         self,
         name: str,
-        open_backend: Callable[
-            [], tuple[Callable[[Mapping[str, float], int], None], Callable[[], None]]
-        ],
+        package: str,
+        open_backend: Callable[[Any], Backend],
+        patience: Patience | None = None,
+        open_offline: Callable[[Any], Backend] | None = None,
+        start_seconds: float = START_SECONDS,
     ) -> None:
         self._name = name
-        self._log: Callable[[Mapping[str, float], int], None] | None = None
-        self._close: Callable[[], None] | None = None
-
-        def start() -> None:
-            self._log, self._close = open_backend()
-
-        self._guard(start)
+        self._patience = patience or Patience(FINISH_SECONDS)
+        self._open_offline = open_offline
+        # One place more than points may take: the None that ends the work.
+        self._points: queue.Queue[tuple[dict[str, float], int] | None] = queue.Queue(WAITING + 1)
+        self._dropped = 0
+        self._closed = False
+        self._failed = threading.Event()
+        self._done = threading.Event()
+        self._turn = 0  # counts up as a back end that does not open is given up
+        self._lock = threading.Lock()
+        reason = f"no answer within {start_seconds:g} s"
+        self._timer = threading.Timer(start_seconds, self._is_late, (reason,))
+        self._timer.daemon = True
+        try:
+            self._package = importlib.import_module(package)
+        except Exception as error:
+            self._switch_off(error)
+            return
+        self._timer.start()
+        self._start(open_backend, self._turn)
 
     @property
     def active(self) -> bool:
         """False once it has failed or is closed."""
-        return self._log is not None
+        return not (self._closed or self._failed.is_set())
 
     def observe(self, metrics: IterationMetrics) -> None:
-        """Log one iteration."""
-        log = self._log
-        if log is not None:
-            self._guard(lambda: log(scalars(metrics), metrics.iteration))
+        """Log one iteration; it waits for its turn where the back end is slow."""
+        if not self.active:
+            return
+        if self._points.qsize() < WAITING:
+            self._points.put((scalars(metrics), metrics.iteration))
+            return
+        if not self._dropped:
+            logger.warning(
+                "%s does not answer: it gets no points from iteration %d on until it does; "
+                "metrics.jsonl has them",
+                self._name,
+                metrics.iteration,
+            )
+        self._dropped += 1
 
     def close(self) -> None:
-        """Finish; a second call does nothing."""
-        close, self._close, self._log = self._close, None, None
-        if close is not None:
-            self._guard(close)
-
-    def _guard(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:
-            # Any exception: the packages and the services behind them raise what they like, and
-            # none of it says anything about the training.
-            first_line = (str(error).splitlines() or [""])[0]
+        """Finish what has been handed over, as far as patience goes; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._points.put(None)
+        if not self._patience.wait(self._done):
+            lost = self._dropped + sum(point is not None for point in list(self._points.queue))
             logger.warning(
-                "%s is off: %s: %s; training goes on, metrics.jsonl has the numbers",
+                "%s does not answer and is left alone; it lacks %d points or more, metrics.jsonl "
+                "has all",
                 self._name,
-                type(error).__name__,
-                first_line,
+                lost,
             )
-            self._log = self._close = None
+        elif self._dropped:
+            logger.warning("%s lacks %d points; metrics.jsonl has all", self._name, self._dropped)
+
+    # --------------------------------------------------------------- in threads of the tracker
+
+    def _start(self, open_backend: Callable[[Any], Backend], turn: int, reason: str = "") -> None:
+        name, arguments = f"{TRACKER_THREAD}: {self._name}", (open_backend, turn, reason)
+        threading.Thread(target=self._work, args=arguments, name=name, daemon=True).start()
+
+    def _work(self, open_backend: Callable[[Any], Backend], turn: int, reason: str) -> None:
+        try:
+            try:
+                log, close = open_backend(self._package)
+            except Exception as error:
+                if not self._go_offline(_in_a_line(error), turn):
+                    raise
+                return
+            if not self._take_over(turn):
+                close()  # it has opened after all, too late
+                return
+            if reason:
+                logger.warning("%s goes on offline: %s", self._name, reason)
+            while (point := self._points.get()) is not None:
+                log(*point)
+            close()
+        except Exception as error:
+            if self._take_over(turn):
+                self._switch_off(error)
+            return
+        self._done.set()
+
+    def _switch_off(self, error: Exception) -> None:
+        """Tell of any exception: packages, and services behind them, raise what they like.
+
+        None of it says anything about the training.
+        """
+        logger.warning(
+            "%s is off: %s; training goes on, metrics.jsonl has the numbers",
+            self._name,
+            _in_a_line(error),
+        )
+        self._failed.set()
+        self._done.set()
+
+    def _take_over(self, turn: int) -> bool:
+        """Whether the back end of this turn is still the one; none follows it then."""
+        with self._lock:
+            if turn != self._turn:
+                return False
+            self._open_offline = None
+            self._timer.cancel()
+            return True
+
+    def _is_late(self, reason: str) -> None:
+        if not self._go_offline(reason, 0):
+            logger.warning("%s: %s; its points wait, training goes on", self._name, reason)
+
+    def _go_offline(self, reason: str, turn: int) -> bool:
+        """Open the other back end, unless there is none or one is open; whether it is done."""
+        with self._lock:
+            if turn != self._turn or self._open_offline is None:
+                return False
+            open_offline, self._open_offline = self._open_offline, None
+            self._turn += 1
+        self._start(open_offline, self._turn, reason)
+        return True
 
 
-def tensorboard_tracker(folder: str | Path, resumed_iteration: int = 0) -> Tracker:
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def tensorboard_tracker(
+    folder: str | Path, resumed_iteration: int = 0, patience: Patience | None = None
+) -> Tracker:
     """Write event files into `folder`; entries after the resumed iteration are hidden."""
 
-    def open_backend() -> tuple[Callable[[Mapping[str, float], int], None], Callable[[], None]]:
-        tensorboard = importlib.import_module("torch.utils.tensorboard")
+    def open_backend(tensorboard: Any) -> Backend:
         # In a fresh run, too: the folder may have been that of a run that was given up.
         writer = tensorboard.SummaryWriter(log_dir=str(folder), purge_step=resumed_iteration + 1)
 
@@ -115,23 +233,31 @@ def tensorboard_tracker(folder: str | Path, resumed_iteration: int = 0) -> Track
 
         return log, writer.close
 
-    return Tracker("TensorBoard", open_backend)
+    return Tracker("TensorBoard", "torch.utils.tensorboard", open_backend, patience)
 
 
 def wandb_tracker(
-    run_dir: str | Path, project: str, name: str | None, settings: Mapping[str, Any]
+    run_dir: str | Path,
+    project: str,
+    name: str | None,
+    settings: Mapping[str, Any],
+    patience: Patience | None = None,
+    start_seconds: float = START_SECONDS,
 ) -> Tracker:
     """Log to Weights & Biases, online or offline as its own settings (WANDB_MODE) say.
+
+    Offline, too, where the service does not answer; `wandb sync` uploads such a curve later.
 
     Args:
         run_dir: Run folder; `wandb_run_id` there makes a resumed run continue the same curve.
         project: W&B project.
         name: Shown name of the run; W&B invents one for None.
         settings: The run's configuration, shown beside the curves.
+        patience: Bounds what closing may take.
+        start_seconds: In which the service has to answer.
     """
 
-    def open_backend() -> tuple[Callable[[Mapping[str, float], int], None], Callable[[], None]]:
-        wandb = importlib.import_module("wandb")
+    def open_backend(wandb: Any, **more: str) -> Backend:
         run = wandb.init(
             project=project,
             name=name,
@@ -139,10 +265,18 @@ def wandb_tracker(
             resume="allow",
             dir=str(run_dir),
             config=dict(settings),
+            **more,
         )
         return lambda values, iteration: run.log(dict(values), step=iteration), run.finish
 
-    return Tracker("Weights & Biases", open_backend)
+    return Tracker(
+        "Weights & Biases",
+        "wandb",
+        open_backend,
+        patience,
+        lambda wandb: open_backend(wandb, mode="offline"),
+        start_seconds,
+    )
 
 
 def _wandb_run_id(run_dir: Path) -> str:
@@ -164,6 +298,7 @@ def build_trackers(
     *,
     resumed_iteration: int,
     settings: Mapping[str, Any],
+    finish_seconds: float = FINISH_SECONDS,
 ) -> list[Tracker]:
     """Open the trackers of a run: TensorBoard always, W&B with `--wandb-project`.
 
@@ -174,11 +309,13 @@ def build_trackers(
         run_dir: Run folder; TensorBoard's default folder lies in it.
         resumed_iteration: Iteration of the loaded checkpoint, 0 for a fresh run.
         settings: The run's configuration as plain values.
+        finish_seconds: That they may take together at the end; other ranks wait for it.
     """
+    patience = Patience(finish_seconds)
     folder = config.tensorboard_dir or Path(run_dir) / "tensorboard"
-    trackers = [tensorboard_tracker(folder, resumed_iteration)]
+    trackers = [tensorboard_tracker(folder, resumed_iteration, patience)]
     if config.wandb_project is not None:
         trackers.append(
-            wandb_tracker(run_dir, config.wandb_project, config.wandb_exp_name, settings)
+            wandb_tracker(run_dir, config.wandb_project, config.wandb_exp_name, settings, patience)
         )
     return trackers

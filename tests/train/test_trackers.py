@@ -1,7 +1,10 @@
 """TensorBoard and W&B: what they are given, and that no failure of theirs reaches the training."""
 
 import logging
+import os
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +12,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megafp8.config.records import LoggingConfig
 from megafp8.train.metrics import IterationMetrics
-from megafp8.train.trackers import build_trackers, tensorboard_tracker, wandb_tracker
+from megafp8.train.trackers import (
+    Patience,
+    build_trackers,
+    tensorboard_tracker,
+    wandb_tracker,
+)
+from tests.support.limits import PATIENCE_S
 
 
 def metrics(iteration, **changes):
@@ -123,6 +132,123 @@ def test_a_failing_wandb_is_one_warning_and_no_more(tmp_path, monkeypatch, warni
         "Weights & Biases is off: ConnectionError: no route; "
         "training goes on, metrics.jsonl has the numbers"
     ]
+
+
+class HangingWandb(FakeWandb):
+    """Never comes back from the place that it is told, as behind a proxy that is dead."""
+
+    def __init__(self, hang_at):
+        super().__init__()
+        self.hang_at, self.end = hang_at, threading.Event()
+
+    def _may_fail(self, place):
+        if place == self.hang_at:
+            self.end.wait(PATIENCE_S)
+
+    def init(self, **arguments):
+        if arguments.get("mode") != "offline":
+            self._may_fail("init")
+        self.opened.append(arguments)
+        return self
+
+
+@pytest.fixture
+def hanging(monkeypatch):
+    fakes = []
+
+    def plant(hang_at):
+        fakes.append(HangingWandb(hang_at))
+        monkeypatch.setitem(sys.modules, "wandb", fakes[-1])
+        return fakes[-1]
+
+    yield plant
+    for fake in fakes:
+        fake.end.set()
+
+
+def test_a_service_that_does_not_answer_is_replaced_by_files(tmp_path, hanging, warnings_of):
+    fake = hanging("init")
+    began = time.monotonic()
+    tracker = wandb_tracker(tmp_path, "project", None, {}, start_seconds=0.2)
+    for iteration in (1, 2, 3):
+        tracker.observe(metrics(iteration))
+    assert time.monotonic() - began < 10.0 and tracker.active
+    tracker.close()
+    assert [arguments.get("mode") for arguments in fake.opened] == ["offline"]
+    assert [step for step, _ in fake.logged] == [1, 2, 3] and fake.finished == 1
+    assert warnings_of() == ["Weights & Biases goes on offline: no answer within 0.2 s"]
+    fake.end.set()  # the service answers after all: it is not the run's any more
+    limit = time.monotonic() + PATIENCE_S
+    while fake.finished < 2:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    assert len(fake.logged) == 3
+
+
+def test_a_service_that_refuses_is_replaced_by_files(tmp_path, monkeypatch, warnings_of):
+    fake = FakeWandb()
+
+    def init(**arguments):
+        if "mode" not in arguments:
+            raise ConnectionError("no route")
+        return FakeWandb.init(fake, **arguments)
+
+    fake.init = init
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    tracker = wandb_tracker(tmp_path, "project", None, {})
+    tracker.observe(metrics(1))
+    tracker.close()
+    assert [step for step, _ in fake.logged] == [1]
+    assert warnings_of() == ["Weights & Biases goes on offline: ConnectionError: no route"]
+
+
+@pytest.mark.parametrize("hang_at", ["log", "finish"])
+def test_a_tracker_that_hangs_later_costs_the_end_some_seconds(
+    tmp_path, hanging, warnings_of, hang_at
+):
+    hanging(hang_at)
+    patience = Patience(0.5)
+    tracker = wandb_tracker(tmp_path, "project", None, {}, patience)
+    began = time.monotonic()
+    for iteration in range(1, 1500):
+        tracker.observe(metrics(iteration))
+    tracker.close()
+    tracker.close()
+    assert time.monotonic() - began < 30.0 and patience.seconds <= 0.0
+    *before, last = warnings_of()
+    assert last.startswith("Weights & Biases does not answer and is left alone; it lacks ")
+    if hang_at == "log":
+        (told,) = before  # once, of about 500 that found no room
+        assert "it gets no points from iteration 100" in told
+
+
+def test_trackers_share_the_time_at_the_end():
+    patience, never = Patience(0.3), threading.Event()
+    assert not patience.wait(never) and patience.seconds <= 0.0
+    began = time.monotonic()
+    assert not patience.wait(never) and time.monotonic() - began < 0.3
+
+
+def test_tensorboard_on_a_file_system_that_hangs(tmp_path, monkeypatch, warnings_of):
+    """As a mount whose server is gone: the call that makes the folder never returns."""
+    end, makedirs = threading.Event(), os.makedirs
+
+    def hang(path, *arguments, **keywords):
+        if "dead" in str(path):
+            end.wait(PATIENCE_S)
+        return makedirs(path, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "makedirs", hang)
+    began = time.monotonic()
+    tracker = tensorboard_tracker(tmp_path / "dead" / "tensorboard", patience=Patience(0.5))
+    tracker.observe(metrics(1))
+    tracker.close()
+    assert time.monotonic() - began < 30.0
+    assert warnings_of() == [
+        "TensorBoard does not answer and is left alone; it lacks 1 points or more, "
+        "metrics.jsonl has all"
+    ]
+    end.set()
 
 
 def test_an_absent_wandb_is_one_warning(tmp_path, monkeypatch, warnings_of):
