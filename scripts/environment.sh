@@ -70,7 +70,7 @@ environment_install_oracles() {
             -r "${REPOSITORY}/requirements-megatron.txt" >&2; then
         echo "${wanted}" >"${stamp}"
     else
-        echo "environment: that failed; the tests that compare with them will be skipped" >&2
+        echo "environment: that failed; the tests that compare with them will be skipped, or fail where CI is set" >&2
     fi
 }
 
@@ -87,7 +87,7 @@ environment_install_te() {
         cp "${list}" "${folder}/megafp8-stamp"
     else
         rm -rf "${folder}"
-        echo "environment: that failed; the TransformerEngine tests will be skipped" >&2
+        echo "environment: that failed; the TransformerEngine tests will be skipped, or fail where CI is set" >&2
     fi
 }
 

@@ -5,7 +5,8 @@
 #   bash scripts/test.sh -m slow         the long ones
 #   bash scripts/test.sh tests/train -x  any arguments of pytest
 #
-# Environment: TEST_WORKERS (default 2), processes that share the tests; 0 for one, as --pdb wants it.
+# It ends with the reasons of skipped tests. Environment: TEST_WORKERS (default 2), processes that
+# share the tests; 0 for one, as --pdb wants it. CI: if set, a missing reference is a failure.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

@@ -11,10 +11,12 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import random
 import signal
 import sys
+from collections import Counter
 
 import pytest
 
 from tests.support.fixtures import each_cpu, ranks  # noqa: F401
+from tests.support.oracles import triton  # noqa: F401
 
 
 def pytest_configure() -> None:
@@ -38,6 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False")
         for item in gpu_items:
             item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """End with what was skipped, a line for each reason."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    if reasons:
+        terminalreporter.section("skipped")
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count:4} x {reason}")
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,13 @@ from megafp8.checkpoint import find_checkpoint, read_record
 from megafp8.checkpoint.convert.hf_fields import KEPT, NEUTRAL
 from megafp8.config import load_config
 from tests.checkpoint.converted import LENGTH, VOCAB, all_logits, run_convert, tokens
+from tests.support.oracles import need
 from tests.support.ranks import Ranks
 
+need("transformers")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    import transformers
 
 SCALING = {
     "rope_type": "llama3",

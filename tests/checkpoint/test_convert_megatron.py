@@ -1,6 +1,5 @@
 """Megatron-core's checkpoints against Megatron-core itself, if it is installed."""
 
-import importlib.util
 import os
 import pickle
 import re
@@ -19,11 +18,10 @@ from megafp8.checkpoint.convert.safe_pickle import load_pickled
 from megafp8.errors import CheckpointError
 from tests.checkpoint.converted import VOCAB, logits, run_convert
 from tests.checkpoint.megatron_models import STYLES, load_dist, save_dist, save_legacy
+from tests.support.oracles import need
 from tests.support.ranks import Ranks
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
-)
+need("megatron")
 
 
 @pytest.fixture(scope="module")

@@ -214,7 +214,8 @@ def test_mock_entropies_are_what_the_docstring_says():
 
 def test_a_small_model_learns_the_mock_stream():
     """More than one nat in 20 steps: a run with --mock-data must show whether training works."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     dataset = MockGPTDataset(32, 100, seed=1234)
     embedding = torch.nn.Embedding(100, 32)
     norm, head = torch.nn.LayerNorm(32), torch.nn.Linear(32, 100, bias=False)

@@ -18,6 +18,7 @@ from megafp8.data.indexed_dataset import (
     optimal_dtype,
 )
 from megafp8.errors import DataError
+from tests.support.oracles import need
 
 U16, I32 = np.dtype("<u2"), np.dtype("<i4")
 
@@ -69,7 +70,7 @@ def test_bytes_are_megatrons(tmp_path, name):
 
 
 def test_bytes_equal_megatron_where_it_is_installed(tmp_path):
-    pytest.importorskip("megatron.core")
+    need("megatron")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron warns that TE and apex are missing
         from megatron.core.datasets import indexed_dataset as reference

@@ -1,6 +1,5 @@
 """The check of a GPU machine, at tiny size on a CPU, and with torch and pytest alone."""
 
-import importlib.util
 import json
 import math
 import os
@@ -18,6 +17,7 @@ from megafp8.numerics.kernels import EAGER
 from megafp8.parallel.mesh import build_mesh
 from tests.model.small import one_rank, world  # noqa: F401
 from tests.support.layouts import ROOT
+from tests.support.oracles import needs_triton
 
 # What a machine with torch, Triton, NumPy and pytest does not have.
 MISSING = (
@@ -76,7 +76,7 @@ def test_tiny_check_needs_torch_alone(tmp_path: Path) -> None:
     assert all(row.milliseconds > 0 and row.speedup for row in steps)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 @on_cpu
 def test_kernels_are_checked_and_measured_where_they_run(tmp_path: Path) -> None:
     script = (

@@ -25,10 +25,12 @@ from megafp8.numerics import (
     quantize_tensor,
 )
 from tests.model.small import GPT2, layer_context, small_config
+from tests.support.oracles import need
 
+need("torchao")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    float8: Any = pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    from torchao import float8
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
 

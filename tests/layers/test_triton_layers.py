@@ -10,7 +10,8 @@ from megafp8.layers.native.linear import Fp8Linear
 from megafp8.numerics import gemm
 from tests.layers import test_fp8_recipes as recipes
 from tests.layers.test_fp8_linear import IN, OUT, TOKENS, make_linear
-from tests.numerics.test_triton_kernels import needs_triton, run_interpreted
+from tests.numerics.test_triton_kernels import run_interpreted
+from tests.support.oracles import needs_triton
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from tests.model.small import GPT2, LLAMA, VOCAB, Run, micro_batches, randomize, small_config
 from tests.model.small import start_run as start
+from tests.support.oracles import need
 
+need("transformers")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    import transformers
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 HIDDEN, HEADS, GROUPS, DIM, FFN, LENGTH = 32, 4, 2, 16, 64, 64

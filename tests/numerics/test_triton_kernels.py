@@ -11,12 +11,10 @@ import torch
 
 from megafp8.errors import PrecisionError
 from megafp8.numerics.kernels import KERNELS, choose_kernels
+from tests.support.oracles import needs_triton
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
 
 
 def run_interpreted(arguments: list[str]) -> str:

@@ -15,6 +15,7 @@ from megafp8.config.training import TrainingConfig
 from megafp8.errors import ConfigurationError
 from megafp8.train.batch_size import BatchSizeSchedule, Position
 from megafp8.train.schedule import DECAY_STYLES, WSD_DECAY_STYLES, LearningRateSchedule
+from tests.support.oracles import need
 
 # style, max_lr, min_lr, warm-up, decay, WSD decay, WSD style -> {position: rate}
 GOLDEN = [
@@ -160,9 +161,10 @@ def random_schedules(count):
 
 
 def test_random_schedules_equal_megatrons_where_it_is_installed():
+    need("megatron")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns of the GPU libraries that it does not find
-        module = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+        from megatron.core import optimizer_param_scheduler as module
     optimizer = SimpleNamespace(param_groups=[{}])
     for arguments, positions in random_schedules(300):
         style, max_lr, min_lr, warmup, decay, wsd, wsd_style = arguments
