@@ -77,6 +77,19 @@ def one_rank(ranks: Ranks) -> Curve:
     return ranks.run(leg, world_size=1, flags=(*BASE, *degrees()), iterations=6)[0].curve
 
 
+@pytest.mark.parametrize("layout", [degrees(), degrees(2)], ids=["dp2", "tp2"])
+def test_shared_scales_are_those_of_one_rank(ranks: Ranks, layout: tuple[str, ...]) -> None:
+    """The largest amax over ranks is what one rank that sees all tensors records."""
+    (alone,) = ranks.run(leg, world_size=1, flags=(*BASE, *degrees()), iterations=1)
+    found = ranks.run(leg, world_size=2, flags=(*BASE, *layout), iterations=1)
+    assert same(found[0].after, found[1].after)
+    windows = [name for name in alone.after if name.endswith(".amax_history")]
+    assert len(windows) == 3 * 4 * 2
+    for name in windows:
+        # Sums in BF16 differ by a few percent; those of two amaxes would by far more.
+        assert torch.allclose(found[0].after[name], alone.after[name], rtol=0.2), name
+
+
 SLOW = ("hsdp 2 x 2", "pp2 x dp2")
 
 
