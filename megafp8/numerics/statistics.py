@@ -72,20 +72,48 @@ def summarize(counts: Tensor) -> dict[str, float | None]:
     """
     c = dict(zip(COUNTS, counts.tolist(), strict=True))
     elements, finite = c["elements"], c["elements"] - c["nonfinite"]
-    signal, noise = c["input_squares"], c["error_squares"]
-    norms = math.sqrt(c["input_squares"]) * math.sqrt(c["output_squares"])
-    sqnr_db = None
-    if signal > 0:
-        sqnr_db = 10 * (math.log10(signal) - math.log10(noise)) if noise > 0 else math.inf
+    sqnr_db, cosine = _closeness(
+        c["error_squares"], c["input_squares"], c["output_squares"], c["products"]
+    )
     return {
         "zeros": 100 * c["zeros"] / elements if elements else None,
         "underflow": 100 * c["underflow"] / elements if elements else None,
         "saturation": 100 * c["saturation"] / elements if elements else None,
         "nonfinite": c["nonfinite"],
-        "mse": noise / finite if finite else None,
+        "mse": c["error_squares"] / finite if finite else None,
         "sqnr_db": sqnr_db,
-        "cosine": max(-1.0, min(1.0, c["products"] / norms)) if norms > 0 else None,
+        "cosine": cosine,
     }
+
+
+def closeness(found: Tensor, wanted: Tensor) -> tuple[float | None, float | None]:
+    """Return (`sqnr_db`, `cosine`) of a tensor against what it should be; syncs.
+
+    Args:
+        found: any shape and floating dtype, such as a weight gradient of FP8 GEMMs.
+        wanted: same shape, such as that gradient of BF16 GEMMs.
+
+    Returns:
+        None for what is undefined: both if `wanted` is zero, the cosine if `found` is. NaN if
+        either tensor holds an inf or NaN.
+    """
+    x, y = wanted.detach().double(), found.detach().double()
+    sums = torch.stack([term.sum() for term in ((y - x).square(), x * x, y * y, x * y)]).tolist()
+    return _closeness(*sums) if math.isfinite(sum(sums)) else (math.nan, math.nan)
+
+
+def _closeness(
+    error_squares: float, input_squares: float, output_squares: float, products: float
+) -> tuple[float | None, float | None]:
+    """(sqnr_db, cosine) of finite sums."""
+    sqnr_db = cosine = None
+    if input_squares > 0:
+        noise = math.log10(error_squares) if error_squares > 0 else -math.inf
+        sqnr_db = 10 * (math.log10(input_squares) - noise)
+    norms = math.sqrt(input_squares) * math.sqrt(output_squares)
+    if norms > 0:
+        cosine = max(-1.0, min(1.0, products / norms))
+    return sqnr_db, cosine
 
 
 def scale_log2_drift(scale: Tensor, amax: Tensor, fmt: Fp8Format, margin: int = 0) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from megafp8.numerics import E4M3, E5M2, QuantizedTensor, quantize
 from megafp8.numerics.statistics import (
     COUNTS,
+    closeness,
     count,
     current_scale,
     scale_log2_drift,
@@ -79,6 +80,24 @@ def test_error_measures() -> None:
     assert spoiled["mse"] == pytest.approx(found["mse"]) and spoiled["cosine"] == pytest.approx(
         found["cosine"]
     )
+
+
+def test_closeness_of_any_two_tensors() -> None:
+    wanted = torch.randn(64, 32)
+    found = wanted + 0.01 * torch.randn(64, 32)
+    sqnr_db, cosine = closeness(found, wanted)
+    ratio = (wanted.double().norm() / (wanted.double() - found.double()).norm()).item()
+    assert sqnr_db == pytest.approx(20 * math.log10(ratio)) and 39 < sqnr_db < 41
+    expected = torch.nn.functional.cosine_similarity(wanted.flatten(), found.flatten(), dim=0)
+    assert cosine == pytest.approx(expected.item(), abs=1e-6)
+    # A factor is an error that the cosine does not see.
+    assert closeness(2 * wanted, wanted) == (pytest.approx(0.0), pytest.approx(1.0))
+    assert closeness(wanted, wanted) == (math.inf, pytest.approx(1.0))
+    zero = torch.zeros(2)
+    assert closeness(zero + 1, zero) == (None, None)
+    assert closeness(zero, zero + 1) == (0.0, None)
+    for bad in (math.inf, math.nan):
+        assert all(math.isnan(value) for value in closeness(zero + bad, zero + 1))
 
 
 def test_scale_drift() -> None:

@@ -14,7 +14,8 @@ on one core, or 8 with 4 ranks on two.
 Training loss is the mean of the last 20 iterations. Exit code 1: a loss of a track is more than 1 %
 away from its control's, or a linear of its plan is not FP8. The track `bf16-halved` is `bf16` with
 micro-batches of 2, which only changes where gradients are rounded: its distance is what a
-difference means. Where that is large, give a lower --lr.
+difference means. Where that is large, give a lower --lr. Runs without any scaling hold that bound
+too; fp8_gradients.py tells them from others.
 
 With --results the losses are kept in a file, and tracks that are in it are not run again: one file
 for each set of flags.
