@@ -164,7 +164,7 @@ def _same_name(field: str, saved: RunConfig, config: RunConfig, then: Any, here:
 
 def _size(corpus: Mapping[str, Any]) -> str:
     return (
-        f"{corpus['documents']} documents of {corpus['tokens']} tokens (sha256 "
+        f"{corpus['documents']} documents, {corpus['tokens']} tokens (sha256 "
         f"{corpus['sha256'][:8]})"
     )
 

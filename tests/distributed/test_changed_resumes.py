@@ -115,8 +115,8 @@ def test_a_corpus_that_changed_behind_its_path_is_refused_unless_meant(tmp_path:
     with launched(1, more, tmp_path / "grown") as run:
         assert run.wait() == [2], run.text()
     line = run.output(0).strip().splitlines()[-1]
-    assert f"--data-path {prefix} is not what it was at iteration 2: 20 documents of 800" in line
-    assert "24 documents of 960" in line and "give --allow-changed-corpus: from sample 8 on" in line
+    assert f"--data-path {prefix} is not what it was at iteration 2: 20 documents, 800" in line
+    assert "24 documents, 960" in line and "give --allow-changed-corpus: from sample 8 on" in line
     assert position(folder) == (2, 8) and len(entries(folder)) == 2
 
     run = train(1, [*more, "--allow-changed-corpus"], tmp_path / "meant")
@@ -127,7 +127,7 @@ def test_a_corpus_that_changed_behind_its_path_is_refused_unless_meant(tmp_path:
         for event in map(json.loads, (folder / "audit.jsonl").read_text().splitlines())
         if event["event"] == "resume"
     ]
-    assert "24 documents of 960 tokens" in resume["changes"][0]
+    assert "24 documents, 960 tokens" in resume["changes"][0]
 
     # What was meant once is no change any more, and a place is no content.
     for suffix in (".bin", ".idx"):

@@ -189,7 +189,7 @@ def test_a_grown_corpus_is_refused_together_with_another_model(tmp_path) -> None
         check_same_run(tmp_path, trained(fingerprint=READ), config, grown)
     text = str(caught.value)
     assert "norm_epsilon was 1e-05, now 1e-06" in text
-    assert "--data-path /data/c is not what it was at iteration 1: 10 documents of 400" in text
+    assert "--data-path /data/c is not what it was at iteration 1: 10 documents, 400" in text
     assert "give --allow-changed-corpus: from sample 8 on" in text
 
 
@@ -209,8 +209,8 @@ def test_a_corpus_of_another_name_is_told_where_its_contents_differ(tmp_path) ->
     assert not check_same_run(tmp_path, trained(fingerprint=READ), config, moved)
     other = changed("corpora", "data_path", path="/data/d", documents=7, sha256="ef" * 32)
     (told,) = check_same_run(tmp_path, trained(fingerprint=READ), config, other)
-    assert "data_path was /data/c, 10 documents of 400 tokens" in told
-    assert "now /data/d, 7 documents of 40" in told and "some text may come again" in told
+    assert "data_path was /data/c, 10 documents, 400 tokens" in told
+    assert "now /data/d, 7 documents, 40" in told and "some text may come again" in told
 
 
 def test_a_changed_tokenizer_is_told(tmp_path) -> None:
