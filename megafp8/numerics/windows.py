@@ -16,7 +16,7 @@ from megafp8.numerics.recipe import Recipe, Role, parse_amax_algorithm
 from megafp8.numerics.scales import next_scale, round_down_to_power_of_2
 
 _FP32 = torch.finfo(torch.float32)
-# Algorithms with sums and powers differ between devices in the last bits; no rule differs by less.
+# Algorithms with sums and powers differ between devices in the last bits.
 _SAME = 2.0**-16
 
 

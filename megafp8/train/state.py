@@ -20,6 +20,7 @@ from megafp8.checkpoint.agree import on_all_ranks
 from megafp8.checkpoint.files import iteration_of
 from megafp8.checkpoint.find import advice
 from megafp8.checkpoint.reshard import layout_fields
+from megafp8.checkpoint.scale_checks import recorded_recipe
 from megafp8.checkpoint.scale_state import (
     SCALE_PREFIXES,
     scale_targets,
@@ -32,7 +33,6 @@ from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
 from megafp8.parallel.mesh import Mesh
-from megafp8.precision import recipe_from_config
 from megafp8.train.continuity import check_same_run, schedule_changes
 from megafp8.train.loss_scaler import LossScaler
 from megafp8.train.new_tokens import check_rows, start_new_tokens
@@ -198,7 +198,7 @@ def load_run(
     _check_values(path, tensors)
     start_new_tokens(path, record, tensors, vocab_size, checkpoint.new_tokens_from_mean)
     _copy_tied(step, with_optimizer)
-    before = recipe_from_config(RunConfig.from_dict(record.config))
+    before = recorded_recipe(record)
     rule = on_all_ranks(
         f"loading {path}",
         lambda: take_scales(registry, scales, report.absent, path, step.mesh, reduced, before),
