@@ -237,7 +237,7 @@ class HuggingFaceTokenizer:
         try:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         except Exception as error:  # the library raises bare Exception where it lacks an unk token
-            raise DataError(f"the tokenizer has no ids for it ({_one_line(error)})") from error
+            raise DataError(f"the tokenizer has no ids for this: {_one_line(error)}") from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, special tokens included."""
