@@ -76,8 +76,7 @@ class Tracker:
         package: What is imported for it, here and now: that takes as long as it takes.
         open_backend: Makes the back end of the package; it may fail, or never return.
         patience: Bounds what `close` may take.
-        open_offline: Opens one that needs no network, where the other does not open in time.
-        start_seconds: The time for that.
+        open_offline: Opens one that needs no network, where the other fails to open in time.
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class Tracker:
         open_backend: Callable[[Any], Backend],
         patience: Patience | None = None,
         open_offline: Callable[[Any], Backend] | None = None,
-        start_seconds: float = START_SECONDS,
     ) -> None:
         self._name = name
         self._patience = patience or Patience(FINISH_SECONDS)
@@ -100,8 +98,8 @@ class Tracker:
         self._done = threading.Event()
         self._turn = 0  # counts up as a back end that does not open is given up
         self._lock = threading.Lock()
-        reason = f"no answer within {start_seconds:g} s"
-        self._timer = threading.Timer(start_seconds, self._is_late, (reason,))
+        reason = f"no answer within {START_SECONDS:g} s"
+        self._timer = threading.Timer(START_SECONDS, self._is_late, (reason,))
         self._timer.daemon = True
         try:
             self._package = importlib.import_module(package)
@@ -242,7 +240,6 @@ def wandb_tracker(
     name: str | None,
     settings: Mapping[str, Any],
     patience: Patience | None = None,
-    start_seconds: float = START_SECONDS,
 ) -> Tracker:
     """Log to Weights & Biases, online or offline as its own settings (WANDB_MODE) say.
 
@@ -254,7 +251,6 @@ def wandb_tracker(
         name: Shown name of the run; W&B invents one for None.
         settings: The run's configuration, shown beside the curves.
         patience: Bounds what closing may take.
-        start_seconds: In which the service has to answer.
     """
 
     def open_backend(wandb: Any, **more: str) -> Backend:
@@ -275,7 +271,6 @@ def wandb_tracker(
         open_backend,
         patience,
         lambda wandb: open_backend(wandb, mode="offline"),
-        start_seconds,
     )
 
 

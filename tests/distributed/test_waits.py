@@ -1,6 +1,7 @@
 """Ranks that wait for one another before the first iteration: who for whom, and how it ends."""
 
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -33,8 +34,8 @@ def slow(*values: object) -> object:
 @pytest.mark.parametrize(
     ("where", "number", "stuck", "place"),
     [
-        ("data", signal.SIGUSR1, 1, "the meeting of ranks"),
-        ("world", signal.SIGTERM, 1, "the creation of the process group"),
+        slow("data", signal.SIGINT, 1, "the meeting of ranks"),
+        ("world", signal.SIGUSR1, 1, "the creation of the process group"),
         slow("groups", signal.SIGINT, 1, "set-up"),
         ("folders", signal.SIGINT, 0, "set-up"),
         slow("model", signal.SIGTERM, 1, "set-up"),
@@ -102,6 +103,7 @@ def test_a_rank_that_fails_before_it_comes_is_not_waited_for(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.slow
 def test_a_name_that_does_not_resolve_is_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,3 +115,25 @@ def test_a_name_that_does_not_resolve_is_one_message(
     (error,) = [line for line in run.output(0).splitlines() if "error" in line]
     assert "MASTER_ADDR: found no-such-host.invalid does not resolve: " in error
     assert "frame #" not in run.text() and "[c10d]" not in run.text(), run.text()
+
+
+def test_a_tracker_behind_a_dead_proxy_holds_no_rank_up(tmp_path: Path) -> None:
+    """The service takes the connection and never answers."""
+    argv = with_timeout(command(tmp_path / "run", "--wandb-project", "p"), "0.5")
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        patch = FAULTS + "dead_service", {"port": service.getsockname()[1]}
+        with launched(2, argv, tmp_path / "logs", patch) as run:
+            assert run.wait() == [0, 0], run.text()
+    text = run.output(0)
+    assert text.count("Weights & Biases") == 1, text
+    assert "Weights & Biases goes on offline: no answer within 1 s" in text
+    assert "offline point 1" in text and "offline point 2" in text and "offline end" in text
+
+
+def test_the_time_limit_counts_what_was_set_up(tmp_path: Path) -> None:
+    """A scheduler counts from the start of the program, too."""
+    argv = command(tmp_path / "run", "--exit-duration-in-mins", "0.1")
+    argv[argv.index("--train-iters") + 1] = "4"
+    with launched(1, argv, tmp_path / "logs", (FAULTS + "slow_model", {"seconds": 6.0})) as run:
+        assert run.wait() == [0], run.text()
+    assert "stopping at iteration 1 (--exit-duration-in-mins)" in run.output(0)

@@ -159,6 +159,30 @@ def stuck(rank: int, where: str) -> None:
     setattr(*places[where], stay)
 
 
+def dead_service(port: int) -> None:
+    """Plant a `wandb` whose online start waits for a service that takes the connection and no more.
+
+    As behind a proxy that is dead. What it is given offline it prints.
+    """
+    import socket
+    import sys
+    from types import SimpleNamespace
+
+    def init(**arguments: Any) -> Any:
+        if arguments.get("mode") != "offline":
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.recv(1)
+        return SimpleNamespace(
+            log=lambda values, step: print(f"offline point {step}", flush=True),
+            finish=lambda: print("offline end", flush=True),
+        )
+
+    sys.modules["wandb"] = SimpleNamespace(init=init)  # type: ignore[assignment]
+    import megafp8.train.trackers as trackers
+
+    trackers.START_SECONDS = 1.0
+
+
 def slow_steps(seconds: float) -> None:
     """Make every step longer, so that a run is still there when a test looks."""
     from megafp8.train.step import TrainingStep

@@ -101,6 +101,74 @@ def test_a_signal_while_python_ends_does_not_change_the_exit_code(number: int) -
     assert (result.returncode, result.stderr) == (75, "")
 
 
+# In a wait that no handler of Python's interrupts, as those inside torch.
+WAIT = """
+import ctypes, os, signal, threading
+from megafp8.train.signals import Interrupt, StopSignals
+Interrupt().install()
+stop = StopSignals()
+stop.install()
+stop.where = lambda: "the wait"
+stop.guard_set_up(lambda text: print(text, flush=True), grace=0.3)
+{before}
+threading.Timer(0.5, os.kill, (os.getpid(), {number})).start()
+threading.Timer({limit}, os._exit, (7,)).start()
+lock = ctypes.create_string_buffer(64)
+for _ in range(2):
+    ctypes.CDLL(None).pthread_mutex_lock(lock)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [
+        (signal.SIGTERM, 75, "SIGTERM before the first iteration, at the wait: nothing was "),
+        (signal.SIGUSR1, 75, "SIGUSR1 before the first iteration, at the wait: nothing was "),
+        (signal.SIGINT, 130, "interrupted at the wait\n"),
+    ],
+)
+@pytest.mark.parametrize("before", ["", "stop.defer()"])
+def test_a_signal_ends_a_wait_inside_a_library(
+    number: int, code: int, line: str, before: str
+) -> None:
+    result = python(WAIT.format(before=before, number=int(number), limit=PATIENCE_S))
+    assert (result.returncode, result.stderr) == (code, "")
+    assert result.stdout.startswith(line)
+
+
+def test_a_run_that_has_begun_is_not_ended_over_its_head() -> None:
+    """What waits there may be a save."""
+    result = python(WAIT.format(before="stop.settle()", number=int(signal.SIGTERM), limit=2.0))
+    assert (result.returncode, result.stdout) == (7, "")
+
+
+def test_the_second_ctrl_c_ends_a_wait_inside_a_library() -> None:
+    """Where the handler of the first one is still to come."""
+    second = f"threading.Timer(0.2, os.kill, (os.getpid(), {int(signal.SIGINT)})).start()"
+    before = f"stop.settle(); {second}"
+    result = python(WAIT.format(before=before, number=int(signal.SIGINT), limit=PATIENCE_S))
+    assert (result.returncode, result.stdout) == (130, "")
+
+
+def test_a_signal_before_the_first_iteration_raises_once() -> None:
+    result = python(
+        """
+        import os, signal
+        from megafp8.errors import StoppedBySignal
+        from megafp8.train.signals import StopSignals
+        stop = StopSignals()
+        stop.install()
+        stop.guard_set_up(print)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except StoppedBySignal as ended:
+            os.kill(os.getpid(), signal.SIGTERM)  # nothing disturbs what clears up
+            print(ended.number == signal.SIGTERM == stop.pending == stop.received)
+        """
+    )
+    assert (result.stdout, result.stderr) == ("True\n", "")
+
+
 def test_nothing_is_installed_before_it_is_asked_for() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not Interrupt().received

@@ -11,6 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megafp8.config.records import LoggingConfig
+from megafp8.train import trackers
 from megafp8.train.metrics import IterationMetrics
 from megafp8.train.trackers import (
     Patience,
@@ -166,10 +167,13 @@ def hanging(monkeypatch):
         fake.end.set()
 
 
-def test_a_service_that_does_not_answer_is_replaced_by_files(tmp_path, hanging, warnings_of):
+def test_a_service_that_does_not_answer_is_replaced_by_files(
+    tmp_path, hanging, warnings_of, monkeypatch
+):
+    monkeypatch.setattr(trackers, "START_SECONDS", 0.2)
     fake = hanging("init")
     began = time.monotonic()
-    tracker = wandb_tracker(tmp_path, "project", None, {}, start_seconds=0.2)
+    tracker = wandb_tracker(tmp_path, "project", None, {})
     for iteration in (1, 2, 3):
         tracker.observe(metrics(iteration))
     assert time.monotonic() - began < 10.0 and tracker.active
@@ -239,14 +243,16 @@ def test_tensorboard_on_a_file_system_that_hangs(tmp_path, monkeypatch, warnings
         return makedirs(path, *arguments, **keywords)
 
     monkeypatch.setattr(os, "makedirs", hang)
+    monkeypatch.setattr(trackers, "START_SECONDS", 0.1)
     began = time.monotonic()
     tracker = tensorboard_tracker(tmp_path / "dead" / "tensorboard", patience=Patience(0.5))
     tracker.observe(metrics(1))
     tracker.close()
     assert time.monotonic() - began < 30.0
     assert warnings_of() == [
+        "TensorBoard: no answer within 0.1 s; its points wait, training goes on",
         "TensorBoard does not answer and is left alone; it lacks 1 points or more, "
-        "metrics.jsonl has all"
+        "metrics.jsonl has all",
     ]
     end.set()
 
