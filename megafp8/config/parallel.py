@@ -34,7 +34,9 @@ class ParallelConfig(Section):
     distributed_backend: Literal["nccl", "gloo"] | None = Field(
         default=None, description="default: nccl with CUDA, else gloo, which trains on the CPU"
     )
-    distributed_timeout_minutes: PositiveFloat = Field(default=10.0, description="of collectives")
+    distributed_timeout_minutes: PositiveFloat = Field(
+        default=10.0, description="of collectives, and before them of ranks without a sign of life"
+    )
     use_distributed_optimizer: bool = Field(
         default=False,
         description="optimizer state is sharded anyway; this keeps parameters gathered between "

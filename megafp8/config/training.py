@@ -26,7 +26,7 @@ class TrainingConfig(Section):
         default=None, description="save and stop at an iteration divisible by this"
     )
     exit_duration_in_mins: PositiveFloat | None = Field(
-        default=None, description="save and stop after this many minutes"
+        default=None, description="save and stop so many minutes after the start of the program"
     )
     exit_signal_handler: bool = Field(
         default=True,
