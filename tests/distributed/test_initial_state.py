@@ -194,5 +194,7 @@ def test_tied_training_equals_one_rank(ranks: Ranks, size: int, flags: tuple[str
     for losses, norms in ranks.run(
         tied_curve, world_size=size, flags=(*base, *flags), iterations=3
     ):
+        if size == 2:  # a pipeline alone changes no bit
+            assert (losses, norms) == wanted
         assert losses == pytest.approx(wanted[0], rel=1e-5)
         assert norms == pytest.approx(wanted[1], rel=1e-4)
