@@ -13,11 +13,12 @@ from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
 from megafp8.checkpoint.streaming import TensorReader
 from megafp8.errors import CheckpointError
 from megafp8.train.state import load_run
-from tests.support.layouts import BOUNDS, PARITY, Curve, degrees, deviations, start_training
+from tests.support.layouts import BOUNDS, PARITY, QUIET, Curve, degrees, deviations, start_training
 from tests.support.ranks import RankError, Ranks
 
 OWN = "--no-fp8-reduce-amax"
-BASE = (*PARITY, "--num-layers", "2", "--global-batch-size", "8", "--fp8-amax-history-len", "4")
+SIZES = ("--num-layers", "2", "--global-batch-size", "8", "--fp8-amax-history-len", "4")
+BASE = (*PARITY, *QUIET, *SIZES)
 SP_BF16 = ("--sequence-parallel", "--fp8-tp-comm", "none")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "dp2": (2, degrees()),

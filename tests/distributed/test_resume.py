@@ -13,6 +13,7 @@ from tests.support.layouts import (
     BOUNDS,
     PARITY,
     PRECISIONS,
+    QUIET,
     SP,
     Curve,
     Training,
@@ -196,7 +197,7 @@ def stored(digests: dict[str, str]) -> dict[str, str]:
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_a_run_moves_from_layout_to_layout(ranks: Ranks, tmp_path: Path, precision: str) -> None:
     """tp2 x pp2, then fsdp4, then one rank: one curve, within the bounds of parity."""
-    base = (*PARITY, *BATCH, *PRECISIONS[precision])
+    base = (*PARITY, *QUIET, *BATCH, *PRECISIONS[precision])
     moves = [(4, degrees(2, 2, SP)), (4, degrees()), (1, degrees())]
     joined, load, held = Curve(), None, None
     for size, flags in moves:
