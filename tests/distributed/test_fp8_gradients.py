@@ -9,7 +9,15 @@ import pytest
 
 from tests.support.ranks import Ranks
 from tests.tools import fp8_gradients
-from tests.tools.fp8_gradients import CONTROLS, RECIPES, TRACKS, WIRES, Figures, outside, run_track
+from tests.tools.fp8_gradients import (
+    CONTROLS,
+    RECIPES,
+    TRACKS,
+    WIRES,
+    Figures,
+    outside,
+    run_track,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 # None of the seeds that bands and bounds come from.
@@ -19,7 +27,7 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     "name",
-    [*RECIPES, *(pytest.param(wire, marks=[] if wire == "all wires" else SLOW) for wire in WIRES)],
+    [*RECIPES, *(pytest.param(wire, marks=[] if wire == "wires-all" else SLOW) for wire in WIRES)],
 )
 def test_recipe_or_wire_is_near_bf16(ranks: Ranks, name: str) -> None:
     bounds = TRACKS[name].bounds
