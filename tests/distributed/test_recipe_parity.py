@@ -8,7 +8,16 @@ from collections.abc import Callable
 import pytest
 
 from megafp8.launch.communication import step_bytes
-from tests.support.layouts import BOUNDS, PARITY, SP, Curve, degrees, deviations, start_training
+from tests.support.layouts import (
+    BOUNDS,
+    PARITY,
+    QUIET,
+    SP,
+    Curve,
+    degrees,
+    deviations,
+    start_training,
+)
 from tests.support.ranks import Ranks
 
 ITERATIONS = 3
@@ -115,7 +124,7 @@ def test_recipe_with_fp8_reductions_follows_one_rank(
 
 @pytest.fixture(scope="module")
 def bf16_losses(ranks: Ranks) -> list[float]:
-    flags = (*SMALL, "--fp8-format", "none", *degrees())
+    flags = (*SMALL, *QUIET, "--fp8-format", "none", *degrees())
     (wanted,) = ranks.run(losses, world_size=1, flags=flags, precision="bf16")
     assert wanted[0] - wanted[-1] > 0.3, wanted
     return wanted
@@ -132,7 +141,7 @@ LEARNS = [
 @pytest.mark.parametrize("recipe", LEARNS)
 def test_a_recipe_learns_as_bf16_does(ranks: Ranks, bf16_losses: list[float], recipe: str) -> None:
     """`tests/tools/fp8_loss.py --tracks recipes` compares them over 300 iterations on text."""
-    (found,) = ranks.run(losses, world_size=1, flags=command(recipe, degrees()))
+    (found,) = ranks.run(losses, world_size=1, flags=command(recipe, degrees(), *QUIET))
     pairs = zip(found, bf16_losses, strict=True)
     assert max(abs(a / b - 1.0) for a, b in pairs) < 0.01, (found, bf16_losses)
 

@@ -287,8 +287,8 @@ class LayoutCase:
         layout = load_config(list(self.command(precision))).layout(self.world_size)
         if layout.pp == self.world_size:
             return 0.0, 0.0  # a pipeline changes no order of sums, hence no bit
-        spike = precision == "fp8" and layout.tp > 1 and iterations >= SPIKE
-        return FP8_SPIKE_BOUNDS if spike else BOUNDS[precision]
+        rounded = precision != "fp32" and layout.tp > 1
+        return (SPIKE_BOUNDS if rounded and iterations >= SPIKE else BOUNDS)[precision]
 
     def command(self, precision: str, *more: str) -> tuple[str, ...]:
         """Return the command line of the run, with more flags if given."""
@@ -317,8 +317,8 @@ CASES = (
 # Largest relative deviation from one rank in (loss, gradient norm) over all iterations.
 BOUNDS = {"fp32": (1e-5, 1e-4), "bf16": (1e-2, 1e-2), "fp8": (2e-2, 2e-2)}
 # At the preset's learning rate the gradient norm leaps from 4 to 12 in iteration 5, and by how much
-# depends on every bit before it: docs/parity.md.
-SPIKE, FP8_SPIKE_BOUNDS = 5, (2e-2, 2e-1)
+# depends on every bit before it: docs/parity.md. For tensor parallelism, whose sums are rounded.
+SPIKE, SPIKE_BOUNDS = 5, {"bf16": (1e-2, 1e-1), "fp8": (2e-2, 2e-1)}
 # The preset without that leap, for tests of something else that compare FP8 runs past it.
 QUIET = ("--lr", "1.5e-4", "--init-method-std", "0.01")
 
