@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 import megafp8.checkpoint.find as find
 from megafp8.checkpoint import find_checkpoint, read_record, save_checkpoint, verify_files
-from megafp8.checkpoint.files import is_being_read, remove_directory, unread
+from megafp8.checkpoint.files import CHUNK_BYTES, crc32_of, is_being_read, remove_directory, unread
 from megafp8.checkpoint.kinds import found_instead
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import record
@@ -344,3 +345,11 @@ def test_other_programs_are_named_in_the_same_words(tmp_path: Path, wanted: str)
                 with pytest.raises(CheckpointError) as raised:
                     find_checkpoint(folder)
                 assert str(raised.value) == f"{folder} holds no checkpoint{expected}"
+
+
+def test_a_checksum_is_of_the_whole_file(tmp_path: Path) -> None:
+    """However many parts it is read in."""
+    for size in (0, 7, CHUNK_BYTES, 2 * CHUNK_BYTES + 7):
+        content = os.urandom(size)
+        (tmp_path / "file").write_bytes(content)
+        assert crc32_of(tmp_path / "file") == f"{zlib.crc32(content):08x}"

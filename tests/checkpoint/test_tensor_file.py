@@ -15,7 +15,7 @@ from megafp8.checkpoint import load_tensors, save_checkpoint
 from megafp8.checkpoint.inspect import compare_checkpoints
 from megafp8.checkpoint.rewrite import write_streaming
 from megafp8.checkpoint.streaming import TensorReader
-from megafp8.checkpoint.tensor_file import bytes_view, view_tensor
+from megafp8.checkpoint.tensor_file import bytes_view, locate_tensor, view_tensor
 from tests.checkpoint.sharded import record
 
 
@@ -53,6 +53,15 @@ def test_every_dtype_of_a_plain_tensor(dtype: torch.dtype) -> None:
 def test_any_strides(value: Tensor) -> None:
     seen = view_tensor(archive(value))
     assert seen is not None and torch.equal(seen, value)
+
+
+def test_a_part_of_a_storage_begins_where_it_does() -> None:
+    value = torch.arange(10.0)[3:7]
+    memory = archive(value)
+    stored = locate_tensor(memory)
+    assert stored is not None and stored.first_byte is not None
+    found = torch.frombuffer(memory, dtype=value.dtype, count=4, offset=stored.first_byte)
+    assert torch.equal(found, value)
 
 
 def test_nothing_is_copied() -> None:

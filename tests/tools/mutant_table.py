@@ -275,7 +275,10 @@ PARALLEL = (
         "    module.set_gradient_divide_factor(1.0)\n",
         "",
         "the gradient shrinks with the number of ranks",
-        ("parallel/test_fsdp.py",),
+        (
+            "distributed/test_initial_state.py::"
+            "test_weights_loss_and_gradients_equal_one_rank[fsdp2]",
+        ),
     ),
     Mutant(
         "gradients reduced in the compute dtype",
@@ -283,7 +286,7 @@ PARALLEL = (
         "reduce_dtype=torch.float32, cast_forward_inputs=False",
         "reduce_dtype=compute_dtype, cast_forward_inputs=False",
         "sums over ranks are rounded to BF16",
-        ("distributed/test_run_traffic.py::test_counters_equal_the_profiler",),
+        ("distributed/test_run_traffic.py::test_a_dry_run_knows_the_bytes[wires]",),
     ),
     Mutant(
         "synchronised with the first micro-batch",
@@ -291,7 +294,10 @@ PARALLEL = (
         "begin_micro_batch(module, index == len(micro_batches) - 1, keep)",
         "begin_micro_batch(module, index == 0, keep)",
         "later micro-batches are not reduced",
-        ("parallel/test_fsdp.py", "train/test_fp8_state.py::test_one_micro_batch_or_four"),
+        (
+            "train/test_fp8_state.py::test_one_micro_batch_or_four",
+            "parallel/test_fsdp.py::test_kept_parameters_are_gathered_and_reduced_once_a_step",
+        ),
     ),
     Mutant(
         "deferred work of two backwards in one queue",
@@ -464,7 +470,7 @@ TRAIN = (
         "clipped = min(1.0, clip / (grad_norm + 1e-6))",
         "clipped = min(1.0, clip / (raw_norm + 1e-6))",
         "--clip-grad depends on the tokens of a batch",
-        ("train/test_gradients.py",),
+        ("train/test_gradients.py::test_clipping_multiplies_all_gradients_alike",),
     ),
     Mutant(
         "a skipped step moves scales",
@@ -584,7 +590,7 @@ CHECKPOINT = (
         'if owner is not None and owner.get("token") == self._token:\n',
         "if owner is not None:\n",
         "a job whose lock was taken away frees the folder of its successor",
-        (TEST_LOCK,),
+        (f"{TEST_LOCK}::test_a_lock_that_was_taken_away_is_noticed",),
     ),
     Mutant(
         "every owner is dead",
@@ -608,7 +614,7 @@ CHECKPOINT = (
         "        lock.append(taken)\n",
         "        taken.release()\n",
         "two jobs write one folder",
-        ("train/test_folders.py::test_jobs_that_try_a_folder_at_the_same_moment",),
+        ("train/test_folders.py::test_a_folder_is_held_for_the_whole_run",),
     ),
     Mutant(
         "the record follows the rename",
@@ -618,7 +624,7 @@ CHECKPOINT = (
         "    _replace(temporary, final)\n"
         "    write_atomically(final / RECORD_NAME, record.to_json())\n",
         "a kill between the two leaves a checkpoint without its record",
-        (TEST_SAVE,),
+        (f"{TEST_SAVE}::test_killed_at_any_step",),
     ),
     Mutant(
         "one checkpoint too many is kept",
@@ -666,7 +672,10 @@ CHECKPOINT = (
         "shares = _share_files(reader.files, [one.files for one in inspections]) if verify else {}",
         "shares: dict = {}",
         "flipped bits train on",
-        ("checkpoint/test_load_errors.py",),
+        (
+            "checkpoint/test_load_errors.py::"
+            "test_damage_is_named_with_the_checkpoint_to_use_instead",
+        ),
     ),
     Mutant(
         "a tensor of another dtype is loaded",
@@ -674,7 +683,7 @@ CHECKPOINT = (
         "if saved.properties.dtype != tensor.dtype:",
         "if False:",
         "weights are cast in silence",
-        ("checkpoint/test_load_errors.py",),
+        ("checkpoint/test_load_errors.py::test_weights_must_match",),
     ),
     Mutant(
         "latest is not asked",
@@ -698,7 +707,7 @@ CHECKPOINT = (
         "checksum = crc32(chunk[:count], checksum)",
         "checksum = crc32(chunk[:count])",
         "damage in all but the last MiB of a file is not found",
-        ("checkpoint/test_find_checkpoint.py",),
+        ("checkpoint/test_find_checkpoint.py::test_a_checksum_is_of_the_whole_file",),
     ),
     Mutant(
         "tensors begin where their storage does",
@@ -706,7 +715,7 @@ CHECKPOINT = (
         "return self.start + self.first * self.dtype.itemsize",
         "return self.start",
         "a part of a larger storage is read from its beginning",
-        ("checkpoint/test_tensor_file.py",),
+        ("checkpoint/test_tensor_file.py::test_a_part_of_a_storage_begins_where_it_does",),
     ),
     Mutant(
         "scales of ranks merge by maximum",

@@ -12,7 +12,12 @@ from megafp8.checkpoint.agree import on_first_rank
 from megafp8.checkpoint.files import is_being_read
 from megafp8.errors import CheckpointError, PrecisionError
 from megafp8.train import folders
-from megafp8.train.folders import checkpoint_to_load, open_run_dir, open_save_dir
+from megafp8.train.folders import (
+    checkpoint_to_load,
+    hold_save_dir,
+    open_run_dir,
+    open_save_dir,
+)
 from tests.model.small import small_config
 
 
@@ -87,6 +92,16 @@ def test_what_load_found_is_kept_until_it_is_loaded(tmp_path: Path) -> None:
         assert checkpoint_to_load(small_config(load=str(tmp_path)), held) == kept
         assert is_being_read(kept)
     assert not is_being_read(kept)
+
+
+def test_a_folder_is_held_for_the_whole_run(tmp_path: Path) -> None:
+    config = small_config(save=str(tmp_path))
+    with hold_save_dir(config, tmp_path):
+        with pytest.raises(CheckpointError, match="in use by another job"):
+            with hold_save_dir(config, tmp_path):
+                pass
+    with hold_save_dir(config, tmp_path) as check_ours:
+        check_ours()
 
 
 def test_jobs_that_try_a_folder_at_the_same_moment(tmp_path) -> None:
