@@ -32,7 +32,7 @@ class Mutant:
 QUANTIZE, GEMM = "megafp8/numerics/quantize.py", "megafp8/numerics/gemm.py"
 REGISTRY, SCALES = "megafp8/numerics/registry.py", "megafp8/numerics/scales.py"
 RECIPE, STATISTICS = "megafp8/numerics/recipe.py", "megafp8/numerics/statistics.py"
-PAYLOAD = "megafp8/numerics/payload.py"
+PAYLOAD, WINDOWS = "megafp8/numerics/payload.py", "megafp8/numerics/windows.py"
 TEST_QUANTIZE = "numerics/test_numerics_quantize.py"
 TEST_REGISTRY = "numerics/test_numerics_registry.py"
 TEST_RECIPE, TEST_SCALES = "numerics/test_numerics_recipe.py", "numerics/test_numerics_scales.py"
@@ -112,9 +112,9 @@ NUMERICS = (
     ),
     Mutant(
         "margin not handed on",
-        REGISTRY,
-        "self._fp8_max, recipe.margin, power_of_2, cap)",
-        "self._fp8_max, 0, power_of_2, cap)",
+        WINDOWS,
+        "fp8_max, recipe.margin, power_of_2, cap)",
+        "fp8_max, 0, power_of_2, cap)",
         "--fp8-margin does nothing",
         (f"{TEST_REGISTRY}::test_margin",),
     ),
@@ -161,26 +161,42 @@ NUMERICS = (
     Mutant(
         "scale_inv stays behind",
         REGISTRY,
-        "self.scale.copy_(new)\n        torch.reciprocal(self.scale, out=self.scale_inv)",
-        "self.scale.copy_(new)",
+        "torch.reciprocal(self.scale, out=self.scale_inv)\n        self.nonfinite",
+        "self.nonfinite",
         "products are multiplied with the inverse of an earlier scale",
         (TEST_REGISTRY,),
     ),
     Mutant(
         "the last micro-batch's amax wins",
         REGISTRY,
-        "torch.maximum(pending, amax, out=pending)",
+        "larger(pending, amax, out=pending)",
         "pending.copy_(amax)",
         "larger values of earlier micro-batches are forgotten",
         (f"{TEST_REGISTRY}::test_one_entry_per_step_is_the_maximum_of_its_micro_batches",),
     ),
     Mutant(
         "a shorter window keeps its oldest entries",
-        REGISTRY,
-        "return entries[-self.recipe.amax_history_len :]",
-        "return entries[: self.recipe.amax_history_len]",
+        WINDOWS,
+        "return entries[-recipe.amax_history_len :]",
+        "return entries[: recipe.amax_history_len]",
         "a resume with a shorter window goes back in time",
         (TEST_REGISTRY,),
+    ),
+    Mutant(
+        "scales of another rule are kept at a load",
+        "megafp8/checkpoint/scale_state.py",
+        "registry.rescale(",
+        "(lambda *rule: 0)(",
+        "a hybrid run that goes on in E4M3 saturates its gradients for a step",
+        ("train/test_scale_choice.py",),
+    ),
+    Mutant(
+        "a first weight is cast with scale 1",
+        REGISTRY,
+        "torch.where(filled, scale, new)",
+        "torch.where(filled, scale, scale)",
+        "the first FP8 step flushes small weights",
+        ("train/test_scale_choice.py",),
     ),
     Mutant(
         "kept casts outlive a skipped step",
@@ -448,8 +464,8 @@ TRAIN = (
     Mutant(
         "tensor-parallel ranks share a weight's scale",
         STEP,
-        "amax[weights] = rows[self.mesh.tp_rank]",
-        "amax[weights] = rows.amax(0)",
+        "return rows[self.mesh.tp_rank]",
+        "return rows.amax(0)",
         "--no-fp8-reduce-amax shares scales over tp all the same",
         (
             "distributed/test_rank_scales_runs.py::"
