@@ -19,15 +19,11 @@ BLOCK_BYTES = 1 << 17
 TOKEN_BLOCKS = 128  # a .bin of up to 16 MiB is read whole
 INDEX_BLOCKS = 512  # an .idx of up to 64 MiB, which is 3 million documents
 
-# Files whose contents a run follows; of a tokenizer's folder the file that is read.
+# Files whose contents a run follows, beside a tokenizer's.
 _NAMED_FILES = (
     ("precision", "precision_policy"),
     ("parallel", "tp_comm_overlap_cfg"),
 )
-_TOKENIZER_FILE = {
-    "HuggingFaceTokenizer": "tokenizer.json",
-    "SentencePieceTokenizer": "tokenizer.model",
-}
 
 
 def take_fingerprint(config: Any, datasets: Datasets) -> dict[str, Any]:
@@ -48,13 +44,11 @@ def take_fingerprint(config: Any, datasets: Datasets) -> dict[str, Any]:
     for section, field in _NAMED_FILES:
         path = getattr(getattr(config, section), field)
         if path is not None:
-            files[field] = _file(Path(path))
-    tokenizer, model = datasets.tokenizer, config.data.tokenizer_model
-    if tokenizer is not None and model is not None:
-        path = Path(model)
-        file = path / _TOKENIZER_FILE[config.data.tokenizer_type] if path.is_dir() else path
+            files[field] = _files(Path(path))
+    tokenizer = datasets.tokenizer
+    if tokenizer is not None and tokenizer.files:
         facts = {"vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
-        files["tokenizer_model"] = _file(file) | facts
+        files["tokenizer_model"] = _files(*tokenizer.files) | facts
     return {
         "corpora": {field: _corpus(corpus) for field, corpus in datasets.corpora.items()},
         "files": files,
@@ -70,12 +64,17 @@ def _corpus(corpus: IndexedDataset) -> dict[str, Any]:
         "path": str(corpus.prefix.absolute()),
         "documents": len(corpus),
         "tokens": corpus.num_tokens,
-        "sha256": hashlib.sha256(" ".join(sums).encode()).hexdigest(),
+        "sha256": _joined(sums),
     }
 
 
-def _file(path: Path) -> dict[str, Any]:
-    return {"path": str(path.absolute()), "sha256": sampled_sha256(path, INDEX_BLOCKS)}
+def _files(path: Path, *others: Path) -> dict[str, Any]:
+    sums = [sampled_sha256(file, INDEX_BLOCKS) for file in (path, *others)]
+    return {"path": str(path.absolute()), "sha256": _joined(sums)}
+
+
+def _joined(sums: list[str]) -> str:
+    return hashlib.sha256(" ".join(sums).encode()).hexdigest()
 
 
 def sampled_sha256(path: Path, blocks: int) -> str:

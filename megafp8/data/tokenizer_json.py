@@ -48,6 +48,14 @@ def find_definition(path: str | Path) -> Path:
     raise DataError(f"--tokenizer-model {path}: the folder holds {held}")
 
 
+def definition_files(file: Path) -> tuple[Path, ...]:
+    """Return what `read_definition` reads of a `file` from `find_definition`."""
+    if not file.name.endswith(_VOCAB):
+        return (file,)
+    added = file.with_name(_ADDED)
+    return (file, merges_of(file), *((added,) if added.is_file() else ()))
+
+
 def merges_of(vocab: Path) -> Path:
     """Where the merges of a `vocab.json` lie."""
     return vocab.with_name(vocab.name.removesuffix(_VOCAB) + _MERGES)

@@ -17,6 +17,7 @@ import tokenizers as hf_tokenizers
 
 from megafp8.data.tokenizer_json import (
     CONFIG_NAME,
+    definition_files,
     find_definition,
     mark_special,
     named_end,
@@ -65,6 +66,11 @@ class Tokenizer(Protocol):
         """What of the tokenizer's files is not followed; a sentence each, to tell the user."""
         ...
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that ids follow from."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without an end-of-document id.
 
@@ -85,6 +91,7 @@ class ByteTokenizer:
     vocab_size = 257
     eod = 256
     notes = ()
+    files = ()
 
     def encode(self, text: str) -> list[int]:
         """Return the UTF-8 bytes of `text`."""
@@ -104,6 +111,7 @@ class NullTokenizer:
     """
 
     notes = ()
+    files = ()
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
@@ -141,6 +149,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: str | Path) -> None:
         file = _model_file(path, "tokenizer.model")
+        self.files = (file,)
         if file.stat().st_size == 0:  # a valid message of the format, which the library takes
             raise DataError(f"{file}: not a SentencePiece model (the file is empty)")
         try:
@@ -205,6 +214,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: str | Path) -> None:
         file = find_definition(path)
+        self.files = definition_files(file)
         content = read_definition(file)
         off = switch_off_state(content)
         self._tokenizer = _load_definition(file, content)

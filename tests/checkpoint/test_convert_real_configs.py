@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.converted import all_logits, refused, run_convert, tokens
 from tests.checkpoint.real_configs import CONVERTED, REFUSED, Config, weights_of
+from tests.support.oracles import need
 from tests.support.ranks import Ranks
 
 
@@ -55,7 +56,9 @@ def transformers_logits(folder: Path, transformers: Any) -> torch.Tensor:
 def test_logits_are_the_models(ranks: Ranks, converted: dict[str, Path]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+        need("transformers")
+        import transformers
+
     folders = {name: str(ours) for name, ours in converted.items()}
     (found,) = ranks.run(all_logits, world_size=1, folders=folders, tp=1, pp=1)
     for name, ours in converted.items():

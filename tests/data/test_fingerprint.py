@@ -108,6 +108,20 @@ def test_a_tokenizer_is_its_file_and_what_it_says(tmp_path: Path) -> None:
     assert now(folder)["sha256"] != before["sha256"]
 
 
+def test_merges_beside_a_vocabulary_count(tmp_path: Path) -> None:
+    vocab = {token: number for number, token in enumerate([*"abcd", "ab", "cd", "<|endoftext|>"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    write(tmp_path / "c", [document % 7 for document in DOCUMENTS])
+    kind = {"tokenizer_type": "HuggingFaceTokenizer", "vocab_size": None}
+    sums = set()
+    for merges in ("a b\nc d\n", "c d\na b\n"):
+        (tmp_path / "merges.txt").write_text(merges)
+        for path in (tmp_path, tmp_path / "vocab.json"):
+            found = read(tmp_path / "c", **kind, tokenizer_model=str(path))["files"]
+            sums.add(found["tokenizer_model"]["sha256"])
+    assert len(sums) == 2
+
+
 def test_other_files_that_numbers_follow_from(tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("exclude: ['*.linear_fc2']\n")

@@ -9,6 +9,7 @@ from megafp8.config.cli import load_config
 from megafp8.data.tokenizers import EOD_TEXT, HuggingFaceTokenizer
 from megafp8.data.train_tokenizer import train_tokenizer
 from megafp8.errors import ConfigurationError, DataError
+from tests.support.oracles import need
 
 PROSE = "The quick brown fox 123 jumps over the lazy dog's back, and they've seen it again.\n" * 30
 TEXTS = [
@@ -52,7 +53,9 @@ def test_the_pair_gives_the_ids_of_the_whole_file(trained):
 
 
 def test_the_pair_gives_the_ids_of_transformers(trained):
-    transformers = pytest.importorskip("transformers")
+    need("transformers")
+    import transformers
+
     pair = trained[1]
     oracle = transformers.GPT2Tokenizer(str(pair / "vocab.json"), str(pair / "merges.txt"))
     tokenizer = HuggingFaceTokenizer(pair)
