@@ -133,9 +133,14 @@ class Interrupt:
         self.received = False
 
     def install(self) -> None:
-        """Handle SIGINT from now on, unless the process was started with it ignored (`nohup`)."""
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        """Handle SIGINT from now on, unless it is ignored because of a terminal.
+
+        A script's `&` has it ignored, so that Ctrl-C ends what is in the foreground alone. Where
+        there is no terminal nobody presses Ctrl-C: whoever sends the signal means this process.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN or not _has_terminal():
             signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -143,6 +148,15 @@ class Interrupt:
             os._exit(INTERRUPTED)
         self.received = True
         raise KeyboardInterrupt
+
+
+def _has_terminal() -> bool:
+    """Whether a terminal controls this process."""
+    try:
+        os.close(os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def ignore_signals() -> None:

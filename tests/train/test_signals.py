@@ -1,9 +1,12 @@
 """Signals: what ends a run at once, what is only noted, and what changes nothing any more."""
 
+import fcntl
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 from pathlib import Path
 
@@ -22,21 +25,32 @@ MODEL = (
 ).split()
 
 
-def python(code: str, *, ignored: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run a program, perhaps as `nohup` starts one."""
+def python(
+    code: str, *, ignored: bool = False, terminal: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in a session of its own, perhaps as a script's `&` starts one."""
+    ours, its = pty.openpty()
 
-    def ignore() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    def prepare() -> None:
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if terminal:
+            fcntl.ioctl(its, termios.TIOCSCTTY, 0)
 
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        cwd=ROOT,
-        preexec_fn=ignore if ignored else None,
-    )
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+            cwd=ROOT,
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
+    finally:
+        os.close(ours)
+        os.close(its)
 
 
 def test_the_first_signal_is_noted() -> None:
@@ -74,7 +88,7 @@ def test_the_second_ctrl_c_does_not_wait_for_what_cleans_up_after_the_first() ->
     assert (result.returncode, result.stdout, result.stderr) == (130, "cleaning up\n", "")
 
 
-def test_a_program_in_the_background_stays_deaf_to_ctrl_c() -> None:
+def test_a_program_in_the_background_of_a_terminal_stays_deaf_to_ctrl_c() -> None:
     code = """
         import os, signal
         from megafp8.train.signals import Interrupt
@@ -82,8 +96,10 @@ def test_a_program_in_the_background_stays_deaf_to_ctrl_c() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         print("alive")
     """
-    assert python(code, ignored=True).stdout == "alive\n"
-    assert python(code).returncode != 0
+    assert python(code, ignored=True, terminal=True).stdout == "alive\n"
+    assert python(code, terminal=True).returncode != 0
+    for ignored in (True, False):  # without a terminal somebody has sent it to this process
+        assert python(code, ignored=ignored).stdout == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
