@@ -265,7 +265,7 @@ def _as_operations(training: Training) -> dict[str, dict[str, int]]:
         "fsdp_other_reduce_scatter": ("scatter", layout.fsdp),
         "dp_all_reduce": ("reduce", layout.replicate),
         "amax_all_reduce": ("reduce", tp * dp),
-        "grad_norm": ("reduce", tp * layout.fsdp * pp),
+        "grad_norm": ("reduce", tp * dp * pp),
         "tied_embedding": ("reduce", 2),
         "loss": ("reduce", pp * dp),
         "pp_p2p": ("send", 2),

@@ -24,6 +24,7 @@ from megafp8.checkpoint import read_record
 from megafp8.errors import TrainingError
 from megafp8.launch.main import main
 from megafp8.parallel.pipeline import PipelineRunner
+from megafp8.parallel.watch import Watch
 from tests.model.small import (
     FP8,
     GPT2,
@@ -223,6 +224,10 @@ def run_with_faults(folder: str, bad: list[int], total: int) -> tuple[int, str]:
     try:
         with (
             mock.patch.object(PipelineRunner, "train", train),
+            # These ranks have met already.
+            mock.patch.object(
+                run_module, "watch_over", lambda rank, size, asked: Watch(rank, size)
+            ),
             mock.patch.object(run_module, "start", lambda *args: me),
             mock.patch.object(run_module, "stop", torch.distributed.barrier),
             contextlib.redirect_stderr(stderr),
