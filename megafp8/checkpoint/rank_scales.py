@@ -25,6 +25,8 @@ from megafp8.errors import CheckpointError
 SHARED_PREFIX = "fp8."
 LOCAL_PREFIX = "fp8_local."
 
+_MAXIMUM, _SCALES = "element-wise maximum", "(scales of the merged histories)"
+
 
 def sources(index: int, parts: int, others: int) -> range:
     """Return which of `others` ranks the rank `index` of `parts` takes from."""
@@ -56,11 +58,11 @@ def move_ranks(name: str, tensor: Tensor, dp: int, tp: int) -> Tensor:
 
 def describe_move(name: str, before: tuple[int, ...], dp: int, tp: int) -> str:
     """Return what `move_ranks` does, in words; "kept" where it does nothing."""
-    merged = "minimum" if name.endswith(".scale") else "element-wise maximum"
+    merged = f"merged {_SCALES}" if name.endswith(".scale") else f"merged by {_MAXIMUM}"
     parts = []
     for axis, old, new in (("dp", before[0], dp), ("tp", before[1], tp)):
         if old > new:
-            parts.append(f"{axis} {old} -> {new} merged by {merged}")
+            parts.append(f"{axis} {old} -> {new} {merged}")
         elif old < new:
             parts.append(f"{axis} {old} -> {new} copied")
     return ", ".join(parts) or "kept"
@@ -91,4 +93,4 @@ def describe_ranks(before: tuple[int, ...], layout: Layout, reduced: bool) -> st
     how = describe_move("amax_history", before, dp, tp)
     if how == "kept":
         return "each rank keeps its own" if not reduced else "those of the only rank"
-    return how.replace("element-wise maximum", "element-wise maximum (scales by minimum)")
+    return how.replace(_MAXIMUM, f"{_MAXIMUM} {_SCALES}")

@@ -172,15 +172,16 @@ def _not_of_the_run(states: _States, record: CheckpointRecord, path: Path) -> It
     if not there and planned and "source_dtype" not in record.state:  # a converted model has none
         yield f"{path} lists no FP8 scale state, and its run has {len(planned)} FP8 modules"
         return
+    prefix = LOCAL_PREFIX if all(t.prefix == LOCAL_PREFIX for t in states) else SHARED_PREFIX
     # At another layout, before a change of it, other sizes decided: for all layers alike.
     kinds = {_kind(module) for module in there}
     for module in sorted(planned - there.keys()):
         if _kind(module) in kinds:
-            yield f"{path} lists no {SHARED_PREFIX}{module}.*, an FP8 module by its plan"
+            yield f"{path} lists no {prefix}{module}.*, an FP8 module by its plan"
     for module, found in there.items():
         for role in roles.get(module, ()):
             if role not in found:
-                yield f"{path} lists no {SHARED_PREFIX}{module}.{role}.{SCALE}, nor its {WINDOW}"
+                yield f"{path} lists no {prefix}{module}.{role}.{SCALE}, nor its {WINDOW}"
 
 
 def _core(layer: int) -> str:

@@ -60,6 +60,9 @@ _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 1024
 # Where there is no terminal for a bar, a line this often says how far the work is.
 _LOG_SECONDS = 15.0
+# Texts whose lost characters are counted. Counting costs more than encoding, and where a normalizer
+# changes every text the first ones tell what is lost.
+_COUNTED_TEXTS = 1000
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class PreprocessReport:
         bad: Bad records left out, by reason.
         lost: Characters that do not come back from their ids.
         lossy: Texts that hold such.
+        uncounted: Texts after these that come back changed.
         seconds: Time taken.
     """
 
@@ -107,6 +111,7 @@ class PreprocessReport:
     bad: Counter[str] = field(default_factory=Counter)
     lost: Counter[str] = field(default_factory=Counter)
     lossy: int = 0
+    uncounted: int = 0
     seconds: float = 0.0
 
     def lines(self) -> list[str]:
@@ -123,9 +128,11 @@ class PreprocessReport:
             f"{f' ({reasons})' if reasons else ''}; {self.seconds:.1f} s"
         )
         if self.lost:
+            more = f"; {self.uncounted} more texts come back changed (not counted by character)"
             lines.append(
                 f"{self.lost.total()} characters in {self.lossy} texts do not come back from their "
                 f"ids: {most_lost(self.lost)}; the tokenizer has no id for them, or changes them"
+                f"{more if self.uncounted else ''}"
             )
         return lines
 
@@ -141,6 +148,7 @@ class _EncodedBatch:
     bad: list[tuple[str, str, str]] = field(default_factory=list)  # place, kind, detail
     lost: Counter[str] = field(default_factory=Counter)
     lossy: int = 0
+    uncounted: int = 0
 
 
 def preprocess(
@@ -189,7 +197,7 @@ def preprocess(
     total_bytes = sum(file.stat().st_size for file in files)
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedDatasetWriter(name, dtype)) for name in prefixes]
-        batches = _encoded_batches(_batches(iterate_records(files)), options, workers)
+        batches = _encoded_batches(_batches(iterate_records(files)), options, workers, report)
         stack.enter_context(closing(batches))
         progress = stack.enter_context(closing(_with_progress(batches, total_bytes)))
         for batch in progress:
@@ -222,6 +230,7 @@ def _take(
     report.empty += batch.empty
     report.lost.update(batch.lost)
     report.lossy += batch.lossy
+    report.uncounted += batch.uncounted
     for writer, lengths, payload in zip(writers, batch.lengths, batch.payloads, strict=True):
         writer.add_encoded(lengths, payload)
 
@@ -258,12 +267,15 @@ def _input_bytes(record: RawRecord) -> int:
 
 
 def _encoded_batches(
-    batches: Iterator[list[RawRecord]], options: PreprocessOptions, workers: int
+    batches: Iterator[list[RawRecord]],
+    options: PreprocessOptions,
+    workers: int,
+    report: PreprocessReport,
 ) -> Generator[_EncodedBatch, None, None]:
-    """Yield the batches' encodings in order."""
+    """Yield the batches' encodings in order; `report` is that of the batches taken so far."""
     if workers == 1:
         for batch in batches:
-            yield _encode_batch(batch, options)
+            yield _encode_batch(batch, options, _COUNTED_TEXTS - report.lossy)
         return
     # Forking a process whose libraries have started threads can deadlock; spawn cannot.
     executor = ProcessPoolExecutor(
@@ -272,7 +284,8 @@ def _encoded_batches(
     pending: deque[Future[_EncodedBatch]] = deque()
     try:
         for batch in batches:
-            pending.append(executor.submit(_encode_batch, batch, options))
+            count = _COUNTED_TEXTS - report.lossy
+            pending.append(executor.submit(_encode_batch, batch, options, count))
             # Bounds memory when writing is slower than encoding, or one batch is slow.
             if len(pending) >= 4 * workers:
                 yield pending.popleft().result()
@@ -307,7 +320,10 @@ def _tokenizer_of(options: PreprocessOptions) -> Tokenizer:
     return tokenizer
 
 
-def _encode_batch(records: Sequence[RawRecord], options: PreprocessOptions) -> _EncodedBatch:
+def _encode_batch(
+    records: Sequence[RawRecord], options: PreprocessOptions, count: int
+) -> _EncodedBatch:
+    """Encode records; characters are counted in the first `count` texts that lose some."""
     tokenizer = _tokenizer_of(options)
     dtype = optimal_dtype(tokenizer.vocab_size)
     keys = options.json_keys
@@ -325,9 +341,13 @@ def _encode_batch(records: Sequence[RawRecord], options: PreprocessOptions) -> _
             continue
         for number, (text, ids) in enumerate(zip(texts, encoded, strict=True)):
             if options.tokenizer_type not in WITHOUT_MODEL and text.strip():
-                lost = lost_characters(text, tokenizer.decode(ids))
-                result.lost.update(lost)
-                result.lossy += bool(lost)
+                back = tokenizer.decode(ids)
+                if result.lossy < count:
+                    lost = lost_characters(text, back)
+                    result.lost.update(lost)
+                    result.lossy += bool(lost)
+                else:
+                    result.uncounted += back != text
             if not ids:
                 result.empty += 1
                 continue

@@ -135,9 +135,10 @@ class _Search:
         self._others: list[tuple[Path, str]] = []
         self._links: deque[Path] = deque()
         self._seen: set[str] = set()
-        self._visit(folder)
+        self._visit(folder, os.path.realpath(folder))
         while self._links:
-            self._take(self._links.popleft())
+            link = self._links.popleft()
+            self._take(link, os.path.realpath(link))
 
     def left_out(self, inputs: Sequence[str]) -> list[str]:
         """Names below the folder, or whole paths where there is more than one input."""
@@ -146,8 +147,8 @@ class _Search:
             return [f"{path}{what}" for path, what in others]
         return [f"{path.relative_to(self._folder)}{what}" for path, what in others]
 
-    def _visit(self, folder: Path) -> None:
-        self._seen.add(os.path.realpath(folder))
+    def _visit(self, folder: Path, real: str) -> None:
+        self._seen.add(real)
         try:
             entries = sorted(folder.iterdir())
         except OSError as error:
@@ -158,18 +159,19 @@ class _Search:
             if path.is_symlink():
                 self._links.append(path)
             else:
-                self._take(path)
+                # Resolving it would look at every folder above it again.
+                self._take(path, os.path.join(real, path.name))
 
-    def _take(self, path: Path) -> None:
-        if os.path.realpath(path) in self._seen:
+    def _take(self, path: Path, real: str) -> None:
+        if real in self._seen:
             self._others.append((path, " (read already)"))
         elif path.is_dir():
             if path.name.startswith("."):
                 self._others.append((path, "/"))
             else:
-                self._visit(path)
+                self._visit(path, real)
         elif path.is_file() and self._matches(path.name):
-            self._seen.add(os.path.realpath(path))
+            self._seen.add(real)
             self.files.append(path)
         else:
             broken = path.is_symlink() and not path.exists()

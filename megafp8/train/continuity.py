@@ -94,10 +94,10 @@ def _changes(
         if config.checkpoint.allow_changed_corpus:
             told = [f"{text} ({_effect(field)})" for field, text in behind.items()]
         elif behind:
+            effects = ", and ".join(sorted(set(map(_effect, behind))))
             advice = (
                 "bring the former corpus back, or give --allow-changed-corpus: from sample "
-                f"{record.data_position.get('consumed_samples')} on the run then goes through the "
-                "corpus as it is now, where some text may come again and some never"
+                f"{record.data_position.get('consumed_samples')} on {effects}"
             )
             refused = [*behind.values(), advice]
         told += _told_of_files(saved, config, before, fingerprint)
@@ -252,13 +252,13 @@ def _against_former(
     rates = [f"{one.learning_rate(start.consumed_samples):.6g}" for one in (former, schedule)]
     if end != start and rates[0] != rates[1]:
         yield f"the learning rate jumps from {rates[0]} to {rates[1]}"
-    if former.warmup_samples != schedule.warmup_samples:
-        yield (
-            f"its warm-up ends at sample {schedule.warmup_samples:g}, was {former.warmup_samples:g}"
-        )
-    decays = {former.decay_style, schedule.decay_style} != {"constant"}
-    if decays and former.decay_samples != schedule.decay_samples:
-        yield f"its decay ends at sample {schedule.decay_samples}, was {former.decay_samples}"
+    warmups = former.warmup_samples, schedule.warmup_samples
+    if warmups[0] != warmups[1] and max(warmups) > start.consumed_samples:
+        yield f"its warm-up ends at sample {warmups[1]:g}, was {warmups[0]:g}"
+    decays = former.decay_samples, schedule.decay_samples
+    constant = {former.decay_style, schedule.decay_style} == {"constant"}
+    if not constant and decays[0] != decays[1] and max(decays) > start.consumed_samples:
+        yield f"its decay ends at sample {decays[1]}, was {decays[0]}"
 
 
 def _at_the_end(
@@ -277,7 +277,10 @@ def _at_the_end(
     iterations = end.iteration - start.iteration
     last = batches.consumed_after(max(0, iterations - 1), start.consumed_samples)
     if iterations and last >= schedule.decay_samples and schedule.learning_rate(last) == 0.0:
-        trained = batches.iterations_within(schedule.decay_samples, start.consumed_samples)
+        # Those that start before the rate is 0; an inverse square root still learns at the end.
+        learns = schedule.decay_samples - (schedule.learning_rate(schedule.decay_samples) == 0.0)
+        trained = batches.iterations_within(learns, start.consumed_samples)
+        trained += start.consumed_samples <= learns
         yield (
             f"the learning rate reaches 0 at sample {schedule.decay_samples} and the run ends at "
             f"sample {end.consumed_samples}: from iteration {start.iteration + trained + 1} on "

@@ -17,7 +17,14 @@ from megafp8.errors import DataError
 
 ANSWER_SECONDS = 30.0
 # What is read of folders and prefixes; none of them has to be there.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "tokenizer.model",
+)
 _DATASET_SUFFIXES = (".idx", ".bin")
 
 

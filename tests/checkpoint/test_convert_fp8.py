@@ -220,6 +220,7 @@ def test_scales_of_each_rank_merge_on_export(tmp_path: Path) -> None:
         assert merged.shape == wanted.shape and torch.equal(merged, wanted), name
     notes = [line for line in lines if line.startswith("note: ")]
     assert f"{len(own)} tensors merge into one for all" in " ".join(notes)
+    assert "scales of the merged histories" in " ".join(notes)
     assert "optimizer state is not converted" in " ".join(notes)
     # Of a tied model of two pipeline stages: the head is neither in a file nor in the index.
     assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is True

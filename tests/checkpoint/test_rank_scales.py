@@ -53,7 +53,9 @@ def test_neighbours_merge_and_split() -> None:
 def test_one_axis_splits_while_the_other_merges() -> None:
     scales = torch.tensor([[8.0], [2.0]])  # dp 2 x tp 1
     assert move_ranks(SCALE, scales, 1, 2).tolist() == [[2.0, 2.0]]
-    assert describe_move(SCALE, (2, 1), 1, 2) == "dp 2 -> 1 merged by minimum, tp 1 -> 2 copied"
+    assert describe_move(SCALE, (2, 1), 1, 2) == (
+        "dp 2 -> 1 merged (scales of the merged histories), tp 1 -> 2 copied"
+    )
 
 
 def test_the_same_ranks_keep_their_own() -> None:
@@ -72,8 +74,8 @@ def test_words_and_shapes() -> None:
     layout = Layout(4, 2, 1, 1, 2, 2, 1, 1, 1, 4, True, False, "1f1b")
     assert describe_ranks((2, 2), layout, reduced=False) == "each rank keeps its own"
     assert describe_ranks((2, 2), layout, reduced=True) == (
-        "dp 2 -> 1 merged by element-wise maximum (scales by minimum), "
-        "tp 2 -> 1 merged by element-wise maximum (scales by minimum)"
+        "dp 2 -> 1 merged by element-wise maximum (scales of the merged histories), "
+        "tp 2 -> 1 merged by element-wise maximum (scales of the merged histories)"
     )
     entry = TensorEntry((2, 2, 8), "float32")
     assert local_entry(HISTORY, entry, 1, 4).shape == (1, 4, 8)

@@ -143,6 +143,26 @@ def test_damaged_scale_state_is_told(source: Path, tmp_path: Path, name: str) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad"]
 
 
+def test_what_is_missing_is_named_as_the_run_names_it(source: Path, tmp_path: Path) -> None:
+    """A run of --no-fp8-reduce-amax has all its state for each rank."""
+    gone = "decoder.layers.2.mlp.linear_fc2"
+
+    def change(values: Values) -> None:
+        without(f"{SHARED}.", gone)(values)
+        for name in [name for name in values if name.startswith(SHARED_PREFIX)]:
+            value = values.pop(name)
+            values[LOCAL_PREFIX + name.removeprefix(SHARED_PREFIX)] = value.expand(
+                1, 2, *value.shape
+            ).contiguous()
+
+    path = changed(source, tmp_path, change)
+    stem = f"{LOCAL_PREFIX}{MODULE}.input"
+    assert inspect_checkpoint(path).problems == [
+        f"{path / RECORD} lists no {LOCAL_PREFIX}{gone}.*, an FP8 module by its plan",
+        f"{path / RECORD} lists no {stem}.scale, nor its amax_history",
+    ]
+
+
 def test_all_faults_are_told_at_once(source: Path, tmp_path: Path) -> None:
     def change(values: Values) -> None:
         for case in ("no scale", "no window", "unknown role"):

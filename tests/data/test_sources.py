@@ -71,6 +71,16 @@ def test_loops_of_links_end_and_a_file_is_read_once(folder):
     assert {"linked/back (read already)", "gone.jsonl (a broken link)"} <= set(found.left_out)
 
 
+def test_a_folder_is_resolved_and_not_each_of_its_files(folder, monkeypatch):
+    for number in range(50):
+        (folder / f"own/{number}.jsonl").write_text("{}\n")
+    resolved = []
+    real = os.path.realpath
+    monkeypatch.setattr(os.path, "realpath", lambda path: resolved.append(path) or real(path))
+    assert len(names(folder)) == 52
+    assert resolved == [folder, folder / "linked"]
+
+
 def test_hidden_files_need_a_pattern_of_their_own(folder):
     (folder / "own/.draft.jsonl").write_text("{}\n")
     assert "own/.draft.jsonl" not in names(folder)

@@ -188,6 +188,25 @@ def test_characters_without_an_id_are_counted_and_named(tmp_path, workers):
     )
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_characters_are_counted_in_the_first_texts_alone(plain, tmp_path, monkeypatch, workers):
+    """A normalizer that changes nearly every text must not cost more than encoding them."""
+    tokenizer = library.Tokenizer.from_file(str(plain / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    saved(tokenizer, tmp_path)
+    monkeypatch.setattr("megafp8.data.preprocess._COUNTED_TEXTS", 5)
+    monkeypatch.setattr("megafp8.data.preprocess._BATCH_RECORDS", 3)
+    found = report(tmp_path, "HuggingFaceTokenizer", ["same", "Other"] * 50, workers)
+    # What is under way in other processes when the limit is reached is counted, too.
+    assert 5 <= found.lossy <= (5 if workers == 1 else 5 + 5 * 4 * workers)
+    assert found.lost == {"O": found.lossy} and found.uncounted == 50 - found.lossy
+    assert found.lines()[-1] == (
+        f"{found.lossy} characters in {found.lossy} texts do not come back from their ids: "
+        f"{found.lossy} 'O'; the tokenizer has no id for them, or changes them; "
+        f"{found.uncounted} more texts come back changed (not counted by character)"
+    )
+
+
 def test_a_vocabulary_that_drops_what_it_lacks_is_told(tmp_path):
     tokenizer = library.Tokenizer(models.BPE(vocab={"a": 0, "b": 1, EOD_TEXT: 2}, merges=[]))
     tokenizer.decoder = decoders.Fuse()

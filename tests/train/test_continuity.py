@@ -13,7 +13,9 @@ from megafp8.checkpoint import CheckpointRecord
 from megafp8.config import RunConfig
 from megafp8.config.meaning import MODEL, NO_EFFECT, NUMBERS, OWNER, setting_differences
 from megafp8.errors import CheckpointError
+from megafp8.train.batch_size import BatchSizeSchedule, Position
 from megafp8.train.continuity import check_same_run, schedule_changes
+from megafp8.train.schedule import LearningRateSchedule
 from tests.model.small import FP8, GPT2, LLAMA, small_config
 
 
@@ -161,6 +163,7 @@ def corpus(path: str = "/data/c", documents: int = 10, sha256: str = "ab" * 32) 
 
 
 TOKENIZER = {"path": "/tok/tokenizer.json", "sha256": "cd" * 32, "vocab_size": 100, "eod": 0}
+PARTS = ("train", "valid", "test")
 READ = {"corpora": {"data_path": corpus()}, "files": {"tokenizer_model": TOKENIZER}}
 FILES = {
     "mock_data": None,
@@ -191,6 +194,32 @@ def test_a_grown_corpus_is_refused_together_with_another_model(tmp_path) -> None
     assert "norm_epsilon was 1e-05, now 1e-06" in text
     assert "--data-path /data/c is not what it was at iteration 1: 10 documents, 400" in text
     assert "give --allow-changed-corpus: from sample 8 on" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "effect"),
+    [
+        (["valid_data_path"], "from sample 8 on validation and test losses are of other samples"),
+        (["train_data_path"], "from sample 8 on the samples still to come are others: some text"),
+        (
+            ["test_data_path", "train_data_path", "valid_data_path"],
+            "some never, and validation and test losses are of other samples",
+        ),
+    ],
+)
+def test_a_refusal_says_what_the_changed_corpus_changes(tmp_path, fields, effect) -> None:
+    paths = {"data_path": None} | {f"{part}_data_path": ("/data/c",) for part in PARTS}
+    config = small_config(LLAMA, **{**FILES, **paths})
+    before, now = (
+        {"corpora": {f"{part}_data_path": corpus() for part in PARTS}, "files": {}} for _ in "ab"
+    )
+    now["corpora"] |= {field: corpus(documents=12) for field in fields}
+    made = dataclasses.replace(trained(fingerprint=before), config=config.model_dump(mode="json"))
+    with pytest.raises(CheckpointError) as caught:
+        check_same_run(tmp_path, made, config, now)
+    text = str(caught.value)
+    assert effect in text
+    assert ("some text may come again" in text) == ("train_data_path" in fields)
 
 
 def test_a_changed_corpus_may_be_meant_and_weights_may_go_to_any(tmp_path) -> None:
@@ -241,7 +270,17 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_with_a_word(tmp_path, caplog
 # ---------------------------------------------------------------------------------- the schedule
 
 CONSTANT = {"lr_decay_style": "constant"}
+ROOT = {"lr_decay_style": "inverse-square-root"}
 BUDGET = {"train_iters": None, "train_samples": 80}
+
+
+def first_without_a_rate(config: RunConfig) -> int:
+    """Counted one by one from iteration 5, sample 40."""
+    start = Position(5, 40)
+    batches = BatchSizeSchedule.from_config(config, 1)
+    schedule = LearningRateSchedule.from_config(config, batches, start)
+    rates = [schedule.learning_rate(batches.consumed_after(n, 40)) for n in range(100)]
+    return start.iteration + 1 + rates.index(0.0)
 
 
 @pytest.mark.parametrize(
@@ -275,6 +314,39 @@ BUDGET = {"train_iters": None, "train_samples": 80}
             ],
         ),
         (
+            {"lr_decay_iters": 10},
+            {"lr_decay_iters": 10, "global_batch_size": 16},
+            [
+                "--train-iters 20 now ends at iteration 20 with 280 samples, was iteration 20 with "
+                "160",
+                "the learning rate jumps from 0.0005 to 0.00075",
+                "its decay ends at sample 160, was 80",
+                "the learning rate reaches 0 at sample 160 and the run ends at sample 280: from "
+                "iteration 14 on nothing is learned; give a longer --lr-decay-iters, or --min-lr",
+            ],
+        ),
+        (
+            {"lr_decay_iters": 4},
+            {"lr_decay_iters": 4},
+            [
+                "the learning rate reaches 0 at sample 32 and the run ends at sample 160: from "
+                "iteration 6 on nothing is learned; give a longer --lr-decay-iters, or --min-lr"
+            ],
+        ),
+        (
+            {"lr_decay_iters": 4, "lr_warmup_iters": 2, "min_lr": 1e-5},
+            {"lr_decay_iters": 3, "lr_warmup_iters": 1, "min_lr": 1e-5},
+            [],
+        ),
+        (
+            {**ROOT, "lr_decay_iters": 20},
+            {**ROOT, "lr_decay_iters": 20, "train_iters": 30},
+            [
+                "the learning rate reaches 0 at sample 160 and the run ends at sample 240: from "
+                "iteration 22 on nothing is learned; give a longer --lr-decay-iters, or --min-lr"
+            ],
+        ),
+        (
             {"lr_decay_iters": 20, "min_lr": 1e-5},
             {"lr_decay_iters": 20, "min_lr": 1e-5, "train_iters": 30},
             [],
@@ -295,5 +367,7 @@ def test_where_a_changed_schedule_leads_is_said(before, now, phrases, caplog) ->
     with caplog.at_level(logging.WARNING, "megafp8"):
         found = schedule_changes(Path("iter_0000005"), made, small_config(LLAMA, **now), 1)
     assert found == phrases
+    if any("nothing is learned" in phrase for phrase in phrases):
+        assert f"iteration {first_without_a_rate(small_config(LLAMA, **now))} on" in phrases[-1]
     line = f"going on at iteration 5, sample 40: {'; '.join(phrases)}"
     assert [entry.getMessage() for entry in caplog.records] == ([line] if phrases else [])

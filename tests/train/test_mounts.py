@@ -85,5 +85,14 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         check_files_answer(config)
 
 
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "added_tokens.json"])
+def test_a_pair_of_vocabulary_and_merges_is_looked_at(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
+    config = load_config([*MODEL, *tokenizer, "--mock-data"])
+    with pytest.raises(DataError, match=f"--tokenizer-model .*{name} is neither a file"):
+        check_files_answer(config)
+
+
 def test_what_is_missing_answers(tmp_path: Path) -> None:
     check_answer({"--load x": [tmp_path / "no", tmp_path / ("n" * 300), Path("\0")]})

@@ -115,7 +115,7 @@ class _ScaleState:
         if own:
             self.notes = (
                 f"scale state of each rank's own: {len(own)} tensors merge into one for all, "
-                "histories by element-wise maximum, scales by minimum",
+                "histories by element-wise maximum (scales of the merged histories)",
             )
 
     def _check(self) -> None:
