@@ -60,8 +60,8 @@ _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 1024
 # Where there is no terminal for a bar, a line this often says how far the work is.
 _LOG_SECONDS = 15.0
-# Texts whose lost characters are counted. Counting costs more than encoding, and where a normalizer
-# changes every text the first ones tell what is lost.
+# Texts whose lost characters are counted. It takes about as long as decoding does, and where a
+# normalizer changes every text the first ones tell what is lost.
 _COUNTED_TEXTS = 1000
 
 

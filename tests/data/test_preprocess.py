@@ -231,7 +231,7 @@ def test_a_dead_worker_ends_the_work(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def _die(records, options):
+def _die(records, options, count):
     os._exit(9)
 
 
