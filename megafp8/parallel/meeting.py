@@ -66,9 +66,16 @@ class Meeting:
         """The missing ranks but this one."""
         return [rank for rank in self._missing if rank != self.rank]
 
+    def counts(self) -> bool:
+        """Whether it is this rank's to say who is late: rank 0's, or all's where that is missing.
+
+        The others know nothing but whether rank 0 is there.
+        """
+        return self.rank == 0 or self._place(0) != PLACE
+
     def speaks(self) -> bool:
         """Whether this rank is the one that tells: rank 0, or rank 1 where that is not there."""
-        return self.rank == 0 or (self.rank == 1 and self._place(0) != PLACE)
+        return self.rank < 2 and self.counts()
 
     def text(self, trouble: str) -> str:
         """For whom this rank waits, and where.

@@ -125,6 +125,7 @@ def start(
     else:
         watch = watch or watch_over(rank, world_size)
         store = watch.meet(timeout, max(timeout, MEETING_LIMIT))
+        store.set_timeout(timeout)  # the limit of the watch's own connection stays short
         watch.place = "the creation of the process group"
         dist.init_process_group(
             name,

@@ -9,6 +9,7 @@ Until a run has begun, a rank that a signal ends takes the others with it: each 
 """
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -33,7 +34,7 @@ _PREFIX = "megafp8_watch"
 _FIRST_WORD, _NEXT_WORDS = 3.0, 60.0  # seconds until it is told for whom a rank waits, and again
 _OPENS = 2.0  # seconds that a rank that leaves before the store is open waits for it, to leave word
 _RESOLVES = 25.0  # seconds in which the name of the rendezvous host has to resolve
-_PATIENCE = 5  # beats from a rank's failure to a word about it where the main thread has none
+_PATIENCE = 5  # times `beat` from a rank's failure to a word of a rank whose main thread has none
 _IN_VAIN = ("timed out", "timeout")
 _BROKEN = (*_IN_VAIN, "closed by peer", "reset by peer", "broken pipe", "aborted")
 
@@ -75,8 +76,10 @@ class Watch:
         self._trouble: MegaFP8Error | None = None
         self._seen: dict[int, tuple[str, float]] = {}
         self._called: set[int] = set()
-        self._failed = ""  # what a rank published before it left
+        self._failed = ""  # what a rank published before it left: "rank place: reason"
+        self._heard = math.inf  # when that was heard of, as long as nothing is told of it
         self._ended_by = 0  # the signal that made it leave, where one did before the run had begun
+        self._left_word = False  # whether `_failed` is a signal that the main thread may not act on
         self._asked_before = False  # whether a signal was there one beat ago
         self._leaving = False  # whether the main thread knows that something has failed
         self._meeting = None if rendezvous is None else Meeting(rank, size, rendezvous.address)
@@ -116,12 +119,12 @@ class Watch:
             if self._trouble is not None:
                 raise self._trouble
             if self._failed:
-                raise self._others_failure(f"rank {self.rank} was at {PLACE}")
+                raise self._others_failure()
             if not self._rendezvous.resolved and time.monotonic() > began + _RESOLVES:
                 raise LaunchError(self._rendezvous.unresolved)
             if self._meeting.quiet(began, timeout.total_seconds()):
                 raise MeetingError(_gave_up(waits, timeout, "no sign of life"), speaks)
-            if time.monotonic() > began + late.total_seconds():
+            if self._meeting.counts() and time.monotonic() > began + late.total_seconds():
                 raise MeetingError(_gave_up(waits, late, "alive, but not here"), speaks)
             if time.monotonic() > word and speaks:
                 log.log(logging.WARNING if self.rank == 0 else logging.ERROR, "%s", waits)
@@ -142,9 +145,19 @@ class Watch:
                 self._opened.wait(_OPENS)
             if error is None or self._store is None:
                 return
-            # An interrupt may have come while a collective failed because of others' interrupts.
-            broken = _broken_collective(error) if isinstance(error, Exception) else None
-            peer: BaseException | None = None
+            peer = self._leave(error)
+            if peer is not None and peer is not error:
+                raise peer from error
+        finally:
+            self._stop.set()
+
+    def _leave(self, error: BaseException) -> BaseException | None:
+        """Publish an error, or find out what is behind it; what is to be raised in its stead."""
+        # An interrupt may have come while a collective failed because of others' interrupts.
+        broken = _broken_collective(error) if isinstance(error, Exception) else None
+        ended = error if isinstance(error, StoppedBySignal) else None
+        peer: BaseException | None = None
+        try:
             if broken is None:
                 self._publish(error)
             else:
@@ -152,10 +165,13 @@ class Watch:
             if self.rank == 0:
                 # The store may be this process's own. The others look into it once a beat.
                 time.sleep(1.5 * self.beat)
-            if peer is not None:
-                raise peer from error
-        finally:
-            self._stop.set()
+        except StoppedBySignal as signalled:
+            ended = signalled if broken is not None else ended
+        if ended is None or peer is not None:
+            return peer
+        # Launchers answer the failure of one rank with a signal to the others.
+        self._ask(self._hear)
+        return self._peer_error() if self.fault else ended
 
     # ------------------------------------------------------------------------ signs of life
 
@@ -168,7 +184,7 @@ class Watch:
             return
         finally:
             self._opened.set()
-        count, pause, since, began = 0, 0.0, 0, time.monotonic()
+        count, pause, began = 0, 0.0, time.monotonic()
         # The lowest rank looks after the others, the next one after the lowest.
         watched = [rank for rank in range(self.size) if rank != self.rank] if self.rank < 2 else []
         while not self._stop.wait(pause):
@@ -180,9 +196,7 @@ class Watch:
                 self._store.set(f"life_{self.rank}", f"{count} {self.place}")
                 self._leave_word_of_signal()
                 self._hear()
-                since += bool(self._failed)
-                if since == _PATIENCE and not self._leaving:
-                    self._point_out()
+                self._point_out()
                 if meeting and self._meeting is not None:
                     self._meeting.look(self._store, self._signs)
                 elif count % 5 == 0:
@@ -211,23 +225,30 @@ class Watch:
 
     def _hear(self) -> None:
         """Find out whether a rank has failed, and follow one that a signal ended in its set-up."""
-        if self._failed:
-            return
-        failed = self._published()
-        if failed and self._store.check(["ended_by"]):
-            number = int(self._store.get("ended_by"))
-            if self.setting_up and not failed.startswith(f"{self.rank} "):
-                self._ended_by = number
+        published = self._store.get("failed") if self._store.check(["failed"]) else b""
+        number, _, failed = published.decode().partition(" ")
+        if failed and failed != self._failed:
+            self._heard = time.monotonic()
+            self._ended_by = int(number) if self.setting_up else 0
+            if self._ended_by and not (self._leaving or self._asked()):  # it knows already
                 # The main thread may be where only the end of the process gets it out.
-                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), self._ended_by)
+        elif not failed:  # nobody has, or a signal ended nobody after all
+            self._ended_by, self._heard = 0, math.inf
         self._failed = failed
 
     def _leave_word_of_signal(self) -> None:
-        """Do it for a main thread that is in a wait which no handler interrupts."""
+        """Do it for a main thread that is in a wait which no handler interrupts.
+
+        It is taken back where the ranks, which ask each other for signals last, have begun.
+        """
+        if self._left_word and not self.setting_up and not self._leaving:
+            self._store.set("failed", "")
+            self._left_word = False
         number = self._asked() if self.setting_up and not self._leaving else 0
-        if number and self._asked_before:
-            self._store.set("ended_by", str(number))
-            self._store.compare_set("failed", "", f"{self.rank} {self.place}: {_name(number)}")
+        if number and self._asked_before and not self._left_word:
+            word = f"{number} {self.rank} {self.place}: {_name(number)}"
+            self._left_word = self._store.compare_set("failed", "", word).decode() == word
         self._asked_before = bool(number)
 
     def _point_out(self) -> None:
@@ -236,6 +257,9 @@ class Watch:
         A broken collective of gloo raises. A wait for a GPU does not, and NCCL's own watchdog may
         end the process in the middle of it.
         """
+        if self._leaving or time.monotonic() < self._heard + _PATIENCE * self.beat:
+            return
+        self._heard = math.inf
         culprit, _, text = self._failed.partition(" ")
         if self._speaks({int(culprit)}):
             log.error(
@@ -284,25 +308,35 @@ class Watch:
             text, number = "interrupted (SIGINT)", signal.SIGINT
         elif isinstance(error, StoppedBySignal):
             text, number = _name(error.number), error.number
-        if number and self.setting_up:
-            self._ask(lambda: self._store.set("ended_by", str(int(number))))
-        self._claim(f"{self.rank} {self.place}: {text}")
+        self._claim(f"{self.rank} {self.place}: {text}", number if self.setting_up else 0)
 
-    def _claim(self, failure: str) -> None:
-        """Publish "rank place: reason" unless somebody has published an earlier failure."""
-        self._ask(lambda: self._store.compare_set("failed", "", failure))
+    def _claim(self, failure: str, number: int = 0) -> None:
+        """Publish "rank place: reason", and the number of a signal that the others shall follow.
 
-    def _others_failure(self, where: str) -> BaseException:
+        An earlier failure stands. One word holds both: nobody shall see the one without the other.
+        """
+        self._ask(lambda: self._store.compare_set("failed", "", f"{int(number)} {failure}"))
+
+    @property
+    def fault(self) -> str:
+        """What another rank has failed with, which was no signal in its set-up; "" if nothing."""
+        own = self._failed.startswith(f"{self.rank} ")
+        return "" if own or self._ended_by or not self._failed else str(self._peer_error())
+
+    def _others_failure(self, where: str = "") -> BaseException:
         """The error that another rank's published failure is for this one."""
         if self._ended_by == signal.SIGINT:
             return KeyboardInterrupt()
         if self._ended_by:
             return StoppedBySignal(self._ended_by)
+        return self._peer_error(where)
+
+    def _peer_error(self, where: str = "") -> PeerError:
         culprit, _, text = self._failed.partition(" ")
+        where = where or f"rank {self.rank} was at {self.place}"
         # The culprit tells its own story at length; this is the pointer to it.
-        return PeerError(
-            f"rank {culprit} failed first, at {text}; {where}", self._speaks({int(culprit)})
-        )
+        text = f"rank {culprit} failed first, at {text}; {where}"
+        return PeerError(text, self._speaks({int(culprit)}))
 
     def _explain(self, error: Exception) -> BaseException | None:
         """The rank behind a broken collective: one that published a failure, fell silent, is late.
@@ -346,9 +380,6 @@ class Watch:
         self._claim(f"{culprits[0]} {at}: {text}")
         speaks = self._speaks(set(culprits))
         return PeerError(f"{names}: {text}, last at {at}; {where}", speaks)
-
-    def _published(self) -> str:
-        return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
 
     def _ask(self, question: Callable[[], T]) -> T | None:
         """Ask the store; None if it has no answer within a few seconds, as when it is stopped."""

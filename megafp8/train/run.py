@@ -81,6 +81,7 @@ def run(
     parallel = config.parallel
     with watch_over(launch.rank, launch.world_size, lambda: signals.pending) as watch:
         signals.where = lambda: watch.place
+        signals.fault = lambda: watch.fault
         watch.place = "the opening of the data"
         vocab_size, datasets = _open_data(config)
         world = start(

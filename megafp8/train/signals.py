@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from megafp8.errors import StoppedBySignal
+from megafp8.errors import PeerError, StoppedBySignal
 
 # SIGTERM is what schedulers and launchers send before they kill; SIGUSR1 is what Slurm's --signal
 # is commonly told to send some time before that.
@@ -35,12 +35,15 @@ class StopSignals:
         received: Its number; 0 as long as there was none.
         pending: As `received`, with SIGINT among them, for as long as the run is set up; else 0.
         where: Tells what the process is doing, for the line about its end.
+        fault: Tells what another process failed with, which a launcher answers with SIGTERM; "" if
+            none did.
     """
 
     def __init__(self) -> None:
         self.received = 0
         self.pending = 0
         self.where: Callable[[], str] = lambda: "set-up"
+        self.fault: Callable[[], str] = lambda: ""
         self._setting_up = False
         self._raises = False
 
@@ -113,11 +116,16 @@ class StopSignals:
 
     def _end(self, tell: Callable[[str], None]) -> None:
         """End the process over the head of its main thread, with the exit code that is due."""
-        interrupted = self.pending == signal.SIGINT
+        fault = self.fault()
+        text, code = self.stop_line(self.pending), StoppedBySignal.exit_code
+        if self.pending == signal.SIGINT:
+            text, code = f"interrupted at {self.where()}", INTERRUPTED
+        elif fault:
+            text, code = f"error: {fault}", PeerError.exit_code
         with contextlib.suppress(OSError, ValueError):
-            tell(f"interrupted at {self.where()}" if interrupted else self.stop_line(self.pending))
+            tell(text)
             sys.stderr.flush()
-        os._exit(INTERRUPTED if interrupted else StoppedBySignal.exit_code)
+        os._exit(code)
 
 
 class Interrupt:

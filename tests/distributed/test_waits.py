@@ -103,6 +103,19 @@ def test_a_rank_that_fails_before_it_comes_is_not_waited_for(tmp_path: Path) -> 
     )
 
 
+def test_a_launchers_signal_after_a_failure_is_not_told_in_its_place(tmp_path: Path) -> None:
+    """As torchrun sends it to the ranks that are left."""
+    patch = FAULTS + "no_data_beside_a_wait", {"rank": 1, "waits": 0}
+    with launched(2, command(tmp_path / "run"), tmp_path / "logs", patch) as run:
+        run.wait_for("stuck")
+        run.processes[1].join(PATIENCE_S)
+        run.signal(signal.SIGTERM, 0)
+        assert run.wait(SOON_S) == [1, 2], run.text()
+    text = run.output(0)
+    assert "error: rank 1 failed first, at the opening of the data: DataError: p.idx" in text
+    assert "SIGTERM" not in text, text
+
+
 @pytest.mark.slow
 def test_a_name_that_does_not_resolve_is_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

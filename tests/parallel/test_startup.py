@@ -1,5 +1,6 @@
 """Joining and leaving the process group, and requests that cannot be met."""
 
+import logging
 import socket
 import threading
 import time
@@ -89,8 +90,8 @@ def watches(size, **changes):
     ]
 
 
-def meet_in_threads(some, timeout, late=PATIENCE_S):
-    """What `meet` returned or raised, by watch."""
+def meet_in_threads(some, timeout, late=PATIENCE_S, apart=0.0):
+    """What `meet` returned or raised, by watch; they come so many seconds apart."""
     found = [None] * len(some)
 
     def one(place, watch):
@@ -103,6 +104,7 @@ def meet_in_threads(some, timeout, late=PATIENCE_S):
     threads = [threading.Thread(target=one, args=item) for item in enumerate(some)]
     for thread in threads:
         thread.start()
+        time.sleep(apart)
     for thread in threads:
         thread.join(PATIENCE_S)
     return found
@@ -135,6 +137,47 @@ def test_a_rank_that_lives_may_be_late():
         (error,) = meet_in_threads(ranks[:1], 0.5, 2.0)
     assert isinstance(error, MeetingError)
     assert "rank 1 (the opening of the data): alive, but not here for 2 s" in str(error)
+
+
+def test_a_late_rank_is_named_whoever_came_first():
+    """Rank 1 comes before rank 0, and knows nothing but whether that is there."""
+    ranks = watches(3, beat=0.1)
+    with ranks[2]:
+        ranks[2].place = "the opening of the data"
+        errors = meet_in_threads([ranks[1], ranks[0]], PATIENCE_S, 2.0, apart=1.0)
+    for error in errors:
+        assert "rank 2 (the opening of the data): alive, but not here for 2 s" in str(error)
+    assert isinstance(errors[0], PeerError) and isinstance(errors[1], MeetingError)
+
+
+def test_a_failure_is_not_pointed_out_at_once_while_ranks_meet(caplog):
+    """Signs of life follow each other more closely there."""
+    ranks = watches(2, beat=PATIENCE_S)
+    with caplog.at_level(logging.ERROR, logger="megafp8"), ranks[0]:
+        with pytest.raises(ValueError, match="planted"), ranks[1]:
+            raise ValueError("planted")
+        limit = time.monotonic() + PATIENCE_S
+        while not ranks[0]._failed:
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        time.sleep(2.0)
+    assert not caplog.records
+
+
+def test_the_process_group_gets_a_store_with_its_own_time_limit(monkeypatch):
+    """Ranks may be as far apart there as in any collective."""
+    found = []
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *_, store, **__: found.append(store.timeout)
+    )
+    ranks = watches(2)
+    other = threading.Thread(target=meet_in_threads, args=(ranks[1:], PATIENCE_S))
+    other.start()
+    with ranks[0]:
+        start(0, 2, 0, backend="gloo", timeout_minutes=7, watch=ranks[0])
+        assert found == [timedelta(minutes=7)]
+        assert ranks[0]._store.timeout < timedelta(minutes=1)
+    other.join(PATIENCE_S)
 
 
 def test_many_missing_ranks_are_not_all_named():

@@ -1,14 +1,16 @@
 """Who is to blame for a broken collective, told from signs of life in a store."""
 
 import logging
+import os
+import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import pytest
 import torch.distributed as dist
 
-from megafp8.errors import PeerError
+from megafp8.errors import PeerError, StoppedBySignal
 from megafp8.parallel.watch import Watch, _broken_collective
 from tests.support.limits import PATIENCE_S
 
@@ -39,6 +41,13 @@ def three() -> Generator[list[Watch], None, None]:
     yield watches
     for watch in watches:
         watch._stop.set()
+
+
+def await_true(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
 
 
 def leave(watch: Watch, error: BaseException) -> BaseException:
@@ -131,10 +140,7 @@ def test_a_failure_is_told_by_a_rank_whose_main_thread_waits_on(
     """As in a wait for a GPU, which NCCL's watchdog ends together with the process."""
     with caplog.at_level(logging.ERROR, logger="megafp8"):
         leave(three[2], ValueError("planted"))
-        limit = time.monotonic() + PATIENCE_S
-        while not caplog.records:
-            assert time.monotonic() < limit
-            time.sleep(0.02)
+        await_true(lambda: bool(caplog.records))
         time.sleep(0.5)
     (line,) = [entry.getMessage() for entry in caplog.records]
     assert line == (
@@ -151,3 +157,68 @@ def test_a_rank_that_leaves_has_no_need_of_that(
         leave(three[2], ValueError("planted"))
         time.sleep(0.5)
     assert not caplog.records
+
+
+def test_a_launchers_signal_is_not_told_in_place_of_the_failure_before_it(
+    three: list[Watch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends SIGTERM to the others as soon as one rank has left; nobody follows those."""
+    followed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda process, number: followed.append(number))
+    for watch in three:
+        watch.setting_up = True
+    leave(three[2], ValueError("planted"))
+    told = leave(three[1], StoppedBySignal(signal.SIGTERM))
+    await_true(lambda: bool(three[0]._failed))
+    time.sleep(0.2)
+    assert "rank 2 failed first, at iteration 7: ValueError: planted; rank 1" in str(told)
+    assert "rank 2 failed first" in three[0].fault and not followed
+
+
+def test_a_signal_is_followed_in_the_set_up(
+    three: list[Watch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda process, number: followed.append(number))
+    three[0].setting_up = three[1].setting_up = True
+    ended = StoppedBySignal(signal.SIGTERM)
+    assert leave(three[1], ended) is ended
+    await_true(lambda: bool(followed))
+    assert followed == [signal.SIGTERM] and not three[0].fault
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_signal_to_a_rank_that_leaves_changes_nothing(
+    three: list[Watch], monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """It comes while the rank asks who failed, or waits until the others have heard of it."""
+    error = ValueError("own") if own else RuntimeError(CLOSED)
+    if not own:
+        leave(three[2], ValueError("planted"))
+
+    def signalled(seconds: float) -> None:
+        raise StoppedBySignal(signal.SIGTERM)
+
+    monkeypatch.setattr(time, "sleep", signalled)
+    told = leave(three[0], error)
+    assert told is error if own else "rank 2 failed first" in str(told)
+
+
+def test_a_rank_whose_signal_the_others_followed_was_ended_by_it(three: list[Watch]) -> None:
+    """Its collective breaks as they leave; nobody else has failed."""
+    three[2].setting_up = True
+    three[2]._asked = lambda: signal.SIGTERM
+    await_true(lambda: bool(three[2]._failed))
+    with pytest.raises(StoppedBySignal):
+        leave(three[2], RuntimeError(CLOSED))
+
+
+def test_a_signal_that_ended_nobody_is_no_failure(three: list[Watch]) -> None:
+    """It came when the ranks had begun to ask each other for signals, and the run went on."""
+    three[2].setting_up = True
+    three[2]._asked = lambda: signal.SIGTERM
+    await_true(lambda: three[0]._failed != "" != three[1]._failed)
+    three[2].setting_up = False
+    await_true(lambda: not any(watch._failed for watch in three))
+    leave(three[1], ValueError("planted"))
+    assert "rank 1 failed first" in str(leave(three[0], RuntimeError(CLOSED)))

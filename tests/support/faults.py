@@ -159,6 +159,12 @@ def stuck(rank: int, where: str) -> None:
     setattr(*places[where], stay)
 
 
+def no_data_beside_a_wait(rank: int, waits: int) -> None:
+    """Let one rank find no data while another one is still opening its own, for good."""
+    no_data(rank)
+    stuck(waits, "data")
+
+
 def dead_service(port: int) -> None:
     """Plant a `wandb` whose online start waits for a service that takes the connection and no more.
 

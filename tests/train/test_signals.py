@@ -152,6 +152,13 @@ def test_a_signal_ends_a_wait_inside_a_library(
     assert result.stdout.startswith(line)
 
 
+def test_a_wait_that_another_ranks_failure_ended_tells_of_that() -> None:
+    """Launchers send SIGTERM to the others."""
+    before = "stop.fault = lambda: 'rank 3 failed first'"
+    result = python(WAIT.format(before=before, number=int(signal.SIGTERM), limit=PATIENCE_S))
+    assert (result.returncode, result.stdout) == (1, "error: rank 3 failed first\n")
+
+
 def test_a_run_that_has_begun_is_not_ended_over_its_head() -> None:
     """What waits there may be a save."""
     result = python(WAIT.format(before="stop.settle()", number=int(signal.SIGTERM), limit=2.0))
