@@ -318,7 +318,7 @@ CASES = (
 BOUNDS = {"fp32": (1e-5, 1e-4), "bf16": (1e-2, 1e-2), "fp8": (2e-2, 2e-2)}
 # At the preset's learning rate the gradient norm leaps from 4 to 12 in iteration 5, and by how much
 # depends on every bit before it: docs/parity.md. For tensor parallelism, whose sums are rounded.
-SPIKE, SPIKE_BOUNDS = 5, {"bf16": (1e-2, 1e-1), "fp8": (2e-2, 2e-1)}
+SPIKE, SPIKE_BOUNDS = 5, {"bf16": (1e-2, 1e-1), "fp8": (2e-2, 5e-1)}
 # The preset without that leap, for tests of something else that compare FP8 runs past it.
 QUIET = ("--lr", "1.5e-4", "--init-method-std", "0.01")
 
