@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
 
 from megafp8.config.cli import load_config
 from megafp8.launch.dry_run import preflight
@@ -137,6 +139,30 @@ def test_tensor_parallel_steps_from_one_state_at_the_spike(ranks: Ranks, tmp_pat
         )[0]
         loss, norm = deviations(found, wanted)
         assert 0.0 < loss <= BOUNDS["fp8"][0] and norm <= BOUNDS["fp8"][1], (case.name, loss, norm)
+
+
+def starts_rounded(flags: tuple[str, ...], rounded: bool) -> Curve:
+    training = start_training(flags)
+    if rounded:
+        weight = training.model.parameters["decoder.layers.0.self_attention.linear_qkv.weight"]
+        assert isinstance(weight, DTensor)
+        with torch.no_grad():
+            shard = weight.to_local()
+            shard.copy_(shard.bfloat16())
+        training.step.refresh_weight_scales()
+    return training.iterate(SPIKE + 2)
+
+
+@pytest.mark.slow
+def test_the_spike_magnifies_rounding_without_parallelism(ranks: Ranks) -> None:
+    """One rank against itself, one weight of which starts rounded to BF16."""
+    flags = reference_case(SMALL[0]).command("fp8")
+    plain, rounded = (
+        ranks.run(starts_rounded, world_size=1, flags=flags, rounded=rounded)[0]
+        for rounded in (False, True)
+    )
+    away = [abs(a / b - 1) for a, b in zip(rounded.grad_norms, plain.grad_norms, strict=True)]
+    assert 0.0 < max(away[: SPIKE - 1]) < 1e-2 and max(away[SPIKE - 1 :]) > 5e-2, away
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
