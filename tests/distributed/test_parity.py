@@ -125,6 +125,7 @@ def step_from(flags: tuple[str, ...], load: str) -> Curve:
     return start_training(flags, load).iterate(1)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_steps_from_one_state_at_the_spike(ranks: Ranks, tmp_path: Path) -> None:
     """What the wide bound is for is drift: from the same state even this step is within 2e-2."""
     cases = [case for case in SMALL if case.name in ("tp2 + sp", "tp4 + sp")]
