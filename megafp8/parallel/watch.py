@@ -14,7 +14,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from megafp8.errors import LaunchError, MeetingError, MegaFP8Error, PeerError, StoppedBySignal
 from megafp8.log import get_logger
+from megafp8.parallel.broken import broken_collective, collective_of, waited_in_vain
 from megafp8.parallel.meeting import PLACE, Meeting
 from megafp8.parallel.rendezvous import Rendezvous
 
@@ -35,8 +35,6 @@ _FIRST_WORD, _NEXT_WORDS = 3.0, 60.0  # seconds until it is told for whom a rank
 _OPENS = 2.0  # seconds that a rank that leaves before the store is open waits for it, to leave word
 _RESOLVES = 25.0  # seconds in which the name of the rendezvous host has to resolve
 _PATIENCE = 5  # times `beat` from a rank's failure to a word of a rank whose main thread has none
-_IN_VAIN = ("timed out", "timeout")
-_BROKEN = (*_IN_VAIN, "closed by peer", "reset by peer", "broken pipe", "aborted")
 
 
 class Watch:
@@ -154,7 +152,7 @@ class Watch:
     def _leave(self, error: BaseException) -> BaseException | None:
         """Publish an error, or find out what is behind it; what is to be raised in its stead."""
         # An interrupt may have come while a collective failed because of others' interrupts.
-        broken = _broken_collective(error) if isinstance(error, Exception) else None
+        broken = broken_collective(error) if isinstance(error, Exception) else None
         ended = error if isinstance(error, StoppedBySignal) else None
         peer: BaseException | None = None
         try:
@@ -343,9 +341,9 @@ class Watch:
 
         A late one is alive and has not waited in vain itself, whatever it met when it came.
         """
-        where = f"rank {self.rank} was at {self.place}, in {_collective(error)}"
+        where = f"rank {self.rank} was at {self.place}, in {collective_of(error)}"
         others = [rank for rank in range(self.size) if rank != self.rank]
-        if any(word in str(error).lower() for word in _IN_VAIN):
+        if waited_in_vain(error):
             self._ask(lambda: self._store.set(f"waited_{self.rank}", ""))
         before = self._ask(lambda: self._signs(others))
         limit = time.monotonic() + 3.5 * self.beat
@@ -406,42 +404,3 @@ def _gave_up(waits: str, limit: timedelta, reason: str) -> str:
         f"{waits}: {reason} for {limit.total_seconds():g} s; look at what the missing ranks "
         "printed, or give more --distributed-timeout-minutes"
     )
-
-
-def _broken_collective(error: BaseException | None) -> Exception | None:
-    """The failed collective behind an error, which libraries may have wrapped in others of theirs.
-
-    Torch's pipeline schedules, for one, raise "[Stage 1] failed to run forward" from it.
-    """
-    while error is not None:
-        text = str(error).lower()
-        inside = any("torch/distributed" in frame.filename for frame in _frames(error))
-        broken = any(word in text for word in _BROKEN) and (inside or "gloo" in text)
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and broken):
-            assert isinstance(error, Exception)
-            return error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return None
-
-
-def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in frames:
-        frame.filename = frame.filename.replace(os.sep, "/")
-    return list(frames)
-
-
-def _collective(error: BaseException) -> str:
-    """The function of `torch.distributed` that an error came out of; else the place in our code.
-
-    A pipeline's sends and receives are waited for in objects that name nothing.
-    """
-    frames = _frames(error)
-    for frame in frames:
-        if frame.filename.endswith("torch/distributed/distributed_c10d.py"):
-            return frame.name
-    ours = [frame for frame in frames if "/megafp8/" in frame.filename]
-    if not ours:
-        return "a collective"
-    name = ours[-1].filename.rpartition("/megafp8/")[2]
-    return f"{ours[-1].name} of {name}"

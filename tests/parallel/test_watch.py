@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from megafp8.errors import PeerError, StoppedBySignal
-from megafp8.parallel.watch import Watch, _broken_collective
+from megafp8.parallel.broken import broken_collective
+from megafp8.parallel.watch import Watch
 from tests.support.limits import PATIENCE_S
 
 TIMED_OUT = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation"
@@ -74,13 +75,13 @@ def leave_together(errors: dict[Watch, BaseException]) -> list[BaseException]:
 
 
 def test_a_collective_is_found_behind_what_wraps_it() -> None:
-    assert str(_broken_collective(wrapped(TIMED_OUT))) == TIMED_OUT
-    assert str(_broken_collective(RuntimeError(CLOSED))) == CLOSED
-    assert _broken_collective(wrapped("shapes differ")) is None
-    assert _broken_collective(ValueError(TIMED_OUT)) is None
+    assert str(broken_collective(wrapped(TIMED_OUT))) == TIMED_OUT
+    assert str(broken_collective(RuntimeError(CLOSED))) == CLOSED
+    assert broken_collective(wrapped("shapes differ")) is None
+    assert broken_collective(ValueError(TIMED_OUT)) is None
     hidden = wrapped(TIMED_OUT)
     hidden.__cause__ = None  # `raise ... from None`
-    assert _broken_collective(hidden) is None
+    assert broken_collective(hidden) is None
 
 
 def test_a_failure_of_its_own_is_told_to_the_others(three: list[Watch]) -> None:
