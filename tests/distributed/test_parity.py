@@ -96,6 +96,12 @@ def test_layout_equals_one_rank(
     check(ranks, reference, case, precision, ITERATIONS[precision], *HALF)
 
 
+def test_kept_parameters_give_one_ranks_losses(ranks: Ranks, reference: Reference) -> None:
+    """Gradients of two micro-batches add up unsharded, and are reduced with the last one."""
+    (case,) = (case for case in SMALL if case.name == "fsdp2")
+    check(ranks, reference, case, "fp32", 3, *HALF, "--reshard-after-forward", "false")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("case", SMALL, ids=name_of)

@@ -310,10 +310,7 @@ PARALLEL = (
         "begin_micro_batch(module, index == len(micro_batches) - 1, keep)",
         "begin_micro_batch(module, index == 0, keep)",
         "later micro-batches are not reduced",
-        (
-            "train/test_fp8_state.py::test_one_micro_batch_or_four",
-            "parallel/test_fsdp.py::test_kept_parameters_are_gathered_and_reduced_once_a_step",
-        ),
+        ("distributed/test_parity.py::test_kept_parameters_give_one_ranks_losses",),
     ),
     Mutant(
         "deferred work of two backwards in one queue",
