@@ -160,16 +160,24 @@ class Watch:
                 self._publish(error)
             else:
                 peer = self._explain(broken)
-            if self.rank == 0:
-                # The store may be this process's own. The others look into it once a beat.
-                time.sleep(1.5 * self.beat)
+            if self.rank == 0:  # the store may be this process's own
+                self._wait_until_heard()
         except StoppedBySignal as signalled:
             ended = signalled if broken is not None else ended
         if ended is None or peer is not None:
             return peer
         # Launchers answer the failure of one rank with a signal to the others.
-        self._ask(self._hear)
+        if not self._failed:
+            self._ask(self._hear)
         return self._peer_error() if self.fault else ended
+
+    def _wait_until_heard(self) -> None:
+        """Stay until the others know what has failed; they look once a beat."""
+        others = [rank for rank in range(1, self.size) if not self._failed.startswith(f"{rank} ")]
+        keys = [f"heard_{rank}" for rank in others]
+        limit = time.monotonic() + 5.0 * self.beat
+        while time.monotonic() < limit and self._ask(lambda: self._store.check(keys)) is False:
+            time.sleep(0.1 * self.beat)
 
     # ------------------------------------------------------------------------ signs of life
 
@@ -190,6 +198,8 @@ class Watch:
             # While ranks meet, nobody shall lose a noticeable part of what the others took.
             elapsed = time.monotonic() - began
             count, pause = count + 1, min(self.beat, 0.02 + 0.1 * elapsed) if meeting else self.beat
+            if self.setting_up and (self._left_word or self._ended_by):
+                continue  # a signal ends all ranks: the store may go at any moment
             try:
                 self._store.set(f"life_{self.rank}", f"{count} {self.place}")
                 self._leave_word_of_signal()
@@ -226,6 +236,7 @@ class Watch:
         published = self._store.get("failed") if self._store.check(["failed"]) else b""
         number, _, failed = published.decode().partition(" ")
         if failed and failed != self._failed:
+            self._store.set(f"heard_{self.rank}", "")
             self._heard = time.monotonic()
             self._ended_by = int(number) if self.setting_up else 0
             if self._ended_by and not (self._leaving or self._asked()):  # it knows already
@@ -313,7 +324,13 @@ class Watch:
 
         An earlier failure stands. One word holds both: nobody shall see the one without the other.
         """
-        self._ask(lambda: self._store.compare_set("failed", "", f"{int(number)} {failure}"))
+
+        def claim() -> None:
+            self._store.compare_set("failed", "", f"{int(number)} {failure}")
+            self._store.set(f"heard_{self.rank}", "")
+
+        if not self._failed:
+            self._ask(claim)
 
     @property
     def fault(self) -> str:
