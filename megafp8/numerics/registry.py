@@ -127,12 +127,12 @@ class ScaleRegistry:
     def record(self, index: int, amax: Tensor) -> None:
         """Take the maximum of `amax` and what this step has seen; no-op while paused.
 
-        On the device, without a host sync. NaN wins over any number, or is dropped (`drops_nan`).
+        On the device, without a host sync. NaN wins over any number; a recipe that drops it does
+        so where the amax is computed.
         """
         if self.recording:
             pending = self._pending_views[index]
-            larger = torch.fmax if self.recipe.drops_nan else torch.maximum
-            larger(pending, amax, out=pending)
+            torch.maximum(pending, amax, out=pending)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -196,8 +196,7 @@ class ScaleRegistry:
             self.version += 1
             return
         skip = self.recipe.nonfinite_amax == "skip"
-        nan_seen = self.pending_amax.isnan()
-        amax = torch.nan_to_num(self.pending_amax, nan=torch.inf if skip else 0.0, posinf=torch.inf)
+        amax = torch.nan_to_num(self.pending_amax, nan=torch.inf, posinf=torch.inf)
         if reduce_amax is not None:
             reduce_amax(amax)
         bad = amax.isinf()
@@ -207,7 +206,7 @@ class ScaleRegistry:
         new, chosen = window_scale(self.amax_history, self.scale, self._fp8_max, self.recipe)
         self.scale.copy_(new)
         torch.reciprocal(self.scale, out=self.scale_inv)
-        self.nonfinite += bad | nan_seen
+        self.nonfinite += bad
         self.frozen_steps += (bad & skip) | ~chosen.isfinite()
         self.pending_amax.zero_()
         self.version += 1

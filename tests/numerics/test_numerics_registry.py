@@ -23,7 +23,7 @@ def registry(names=("a",), role="input", **fields) -> ScaleRegistry:
 
 def step(made: ScaleRegistry, *amaxes: float, reduce_amax=None) -> None:
     for index, amax in enumerate(amaxes):
-        made.record(index, torch.tensor(amax))
+        made.record(index, compute_amax(torch.tensor([amax]), made.recipe.drops_nan))
     made.update(reduce_amax)
 
 
@@ -134,8 +134,8 @@ def test_freeze_enters_the_largest_amax_beside_a_nan() -> None:
     x = torch.tensor([[1.0, NAN], [-4.0, 2.0]])
     for mode, entry in (("freeze", 4.0), ("skip", 0.0)):
         made = registry(amax_history_len=2, nonfinite_amax=mode)
-        made.record(0, compute_amax(x, made.recipe.drops_nan))
-        made.record(0, torch.tensor(NAN))
+        for micro_batch in (x, torch.tensor([NAN])):
+            made.record(0, compute_amax(micro_batch, made.recipe.drops_nan))
         made.update()
         assert made.amax_history[:, 0].tolist() == [0.0, entry]
         assert made.scale.tolist() == [448 / entry if entry else 1.0]
@@ -155,7 +155,7 @@ def test_random_steps_equal_the_plain_python_reference(mode: str) -> None:
             for _ in range(3)
         ]
         for amax in micro_batches:
-            made.record(0, torch.tensor(amax))
+            made.record(0, compute_amax(torch.tensor([amax]), made.recipe.drops_nan))
         made.update()
         plain.update(micro_batches)
         assert made.scale.item() == plain.scale

@@ -3,7 +3,7 @@
     python tests/tools/mutants.py                        all (an hour on two cores)
     python tests/tools/mutants.py --only scale lock      those whose name or file holds a word
 
-`tests/tools/mutant_table.py` has the mistakes and the tests that have to notice each. Those tests
+`tests/tools/mutant_table/` has the mistakes and the tests that have to notice each. Those tests
 are first run without any mistake. Exit code 1: a mutant survives that should not, or does not
 survive although the table gives a reason; 2: the tests fail by themselves, or the table is stale.
 """
