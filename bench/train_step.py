@@ -12,8 +12,9 @@ Four models of one shape (4 layers, hidden 256, 8 heads, SwiGLU 768, seq 256, ba
               without FP8 units), if torchao is installed
 
 Printed: how this CPU multiplies BF16, median step time, tokens/s, and ratios of tokens/s as medians
-over the rounds. `ONEDNN_MAX_CPU_ISA=AVX512_CORE` before the command shows a CPU without BF16 units
-on one that has them.
+over the rounds, of which there are fewer, but 3, where they would take longer than two minutes.
+`ONEDNN_MAX_CPU_ISA=AVX512_CORE` before the command shows a CPU without BF16 units on one that has
+them.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from megafp8.numerics import cpu_products
 
+SECONDS, FEWEST_ROUNDS = 120.0, 3
 LAYERS, HIDDEN, HEADS, FFN, SEQ, BATCH, VOCAB = 4, 256, 8, 768, 256, 8, 8192
 
 
@@ -171,7 +173,7 @@ def main() -> None:
         "--rounds",
         type=int,
         default=15,
-        help="a step of each model; medians over them are shown (default: %(default)s)",
+        help="at most; a step of each model, medians over them are shown (default: %(default)s)",
     )
     rounds = parser.parse_args().rounds
     joined: list[object] = []
@@ -184,12 +186,21 @@ def main() -> None:
     running = {name: step for name, step in steps.items() if step is not None}
     times: dict[str, list[float]] = {name: [] for name in running}
     losses: dict[str, float] = {}
-    for index in range(rounds + 2):
+
+    def play_round(index: int) -> None:
         for name, step in running.items():
             began = time.perf_counter()
             losses[name] = step(index)
-            if index >= 2:  # the first two warm caches up
-                times[name].append(time.perf_counter() - began)
+            times[name].append(time.perf_counter() - began)
+
+    for index in range(2):  # they warm caches up
+        play_round(index)
+    fitting = int(SECONDS / sum(values[-1] for values in times.values()))
+    rounds = min(rounds, max(fitting, FEWEST_ROUNDS))
+    for values in times.values():
+        values.clear()
+    for index in range(2, rounds + 2):
+        play_round(index)
     tokens = BATCH * SEQ
     median = {name: statistics.median(values) for name, values in times.items()}
     print(f"threads {torch.get_num_threads()}, torch {torch.__version__}, rounds {rounds}")

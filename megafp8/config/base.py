@@ -9,7 +9,8 @@ class Section(BaseModel):
     """One section of the configuration: frozen, no unknown names, no quiet conversions.
 
     `strict` keeps `True` from passing as the integer 1 and "8" as 8 when a configuration is built
-    from Python; text from the command line and from YAML is converted before, in `text.py`.
+    from Python; text from the command line and from YAML is converted before, in `text.py`. Fields
+    that hold a tuple are `strict=False`: YAML and JSON, in which checkpoints keep them, have lists.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
