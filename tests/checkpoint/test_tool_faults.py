@@ -26,7 +26,7 @@ from tests.checkpoint.hand_made import make_folder
 from tests.checkpoint.made import make_source
 from tests.checkpoint.tool_runs import TOOLS, for_ever, interrupted, reshard
 from tests.support.disks import remount, small_disk
-from tests.support.limits import PATIENCE_S
+from tests.support.limits import PATIENCE_S, slow
 
 KILLS = 3
 
@@ -166,9 +166,7 @@ def check_whole(tool: str, out: Path) -> None:
     verify_files(checkpoint, read_record(checkpoint))
 
 
-@pytest.mark.parametrize(
-    "tool", ["reshard", "to_hf", pytest.param("to_native", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("tool", ["reshard", "to_hf", slow("to_native")])
 def test_sigkill_at_any_moment(tmp_path: Path, sources: dict[str, Path], tool: str) -> None:
     source, before = sources[tool], digests(sources[tool])
     chance, inside = random.Random(5), 0

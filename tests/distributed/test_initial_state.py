@@ -21,6 +21,7 @@ from tests.support.layouts import (
     reference_case,
     start_training,
 )
+from tests.support.limits import slow
 from tests.support.ranks import Ranks
 
 ZBV = ("--pipeline-schedule", "zbv")
@@ -155,7 +156,7 @@ def embedding_history(flags: tuple[str, ...], iterations: int) -> list[dict[str,
     ("size", "flags", "iterations"),
     [
         (1, degrees(), 5),
-        (2, degrees(1, 2), 20),
+        slow(2, degrees(1, 2), 20),
         (2, degrees(1, 2, *ZBV), 20),
         (4, degrees(2, 2, SP), 5),
         (4, degrees(1, 2), 5),

@@ -18,6 +18,7 @@ from tests.support.layouts import (
     merge_stages,
     start_training,
 )
+from tests.support.limits import slow
 from tests.support.ranks import Ranks
 
 BASE = (*PARITY, "--num-layers", "4", "--global-batch-size", "8", "--fp8-amax-history-len", "8")
@@ -72,9 +73,7 @@ def parts(directory: str | Path) -> dict[str, set[str]]:
 SLOW = ("pp4", "tp2 fsdp2", "hsdp")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TARGETS]
-)
+@pytest.mark.parametrize("name", [slow(n) if n in SLOW else n for n in TARGETS])
 def test_online_and_offline_agree(ranks: Ranks, tmp_path: Path, home: list[Leg], name: str) -> None:
     size, layout, target = TARGETS[name]
     report = reshard_checkpoint(Path(home[0].saved), tmp_path / "offline", target)

@@ -11,6 +11,7 @@ from torch import Tensor
 from megafp8.checkpoint.convert.run import ConvertOptions, convert
 from megafp8.config.shape import EMBEDDING, OUTPUT
 from tests.support.layouts import PARITY, PRECISIONS, SP, degrees, start_training
+from tests.support.limits import slow
 from tests.support.ranks import RankError, Ranks
 
 SMALL = (*PARITY, *PRECISIONS["fp32"], "--num-layers", "2", "--global-batch-size", "8")
@@ -88,7 +89,7 @@ def compare(ranks: Ranks, reference: Reference, size: int, *flags: str) -> None:
     "flags",
     [
         degrees(2, 2, SP),
-        pytest.param(degrees(2, 1, SP), marks=pytest.mark.slow),
+        slow(degrees(2, 1, SP)),
         degrees(1, 1, "--fsdp-size", "2"),
     ],
     ids=["tp2pp2", "tp2fsdp2", "hsdp"],

@@ -25,6 +25,7 @@ from tests.support.layouts import (
     start_training,
     train_curve,
 )
+from tests.support.limits import slow
 from tests.support.ranks import Ranks
 
 ITERATIONS = {"fp32": 3, "bf16": 2, "fp8": 4}
@@ -172,7 +173,7 @@ def test_the_spike_magnifies_rounding_without_parallelism(ranks: Ranks) -> None:
     assert 0.0 < max(away[: SPIKE - 1]) < 1e-2 and max(away[SPIKE - 1 :]) > 5e-2, away
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+@pytest.mark.parametrize("precision", [slow("fp32"), "fp8"])
 def test_the_model_learns(reference: Reference, precision: str) -> None:
     """Equal curves of runs that learn nothing would prove little."""
     losses = reference(precision, SMALL[0], 20, *HALF).losses

@@ -14,6 +14,7 @@ from megafp8.checkpoint.streaming import TensorReader
 from megafp8.errors import CheckpointError
 from megafp8.train.state import load_run
 from tests.support.layouts import BOUNDS, PARITY, QUIET, Curve, degrees, deviations, start_training
+from tests.support.limits import slow
 from tests.support.ranks import RankError, Ranks
 
 OWN = "--no-fp8-reduce-amax"
@@ -91,12 +92,10 @@ def test_shared_scales_are_those_of_one_rank(ranks: Ranks, layout: tuple[str, ..
         assert torch.allclose(found[0].after[name], alone.after[name], rtol=0.2), name
 
 
-SLOW = ("hsdp 2 x 2", "pp2 x dp2")
+SLOW = ("hsdp 2 x 2", "pp2 x dp2", "dp2", "tp2")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS]
-)
+@pytest.mark.parametrize("name", [slow(n) if n in SLOW else n for n in LAYOUTS])
 def test_ranks_keep_and_get_back_their_own_scales(
     ranks: Ranks, tmp_path: Path, one_rank: Curve, name: str
 ) -> None:

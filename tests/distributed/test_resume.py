@@ -23,6 +23,7 @@ from tests.support.layouts import (
     merge_stages,
     start_training,
 )
+from tests.support.limits import slow
 from tests.support.ranks import Ranks
 
 ZBV = ("--pipeline-schedule", "zbv")
@@ -90,16 +91,16 @@ def uninterrupted(flags: tuple[str, ...], at: int, iterations: int, save: str) -
 @pytest.mark.parametrize(
     ("size", "flags", "half"),
     [
-        (4, (*PARITY, *BATCH, *degrees(2, 2, SP)), 3),
-        (2, (*PARITY, *BATCH, *degrees()), 3),
+        slow(4, (*PARITY, *BATCH, *degrees(2, 2, SP)), 3),
+        slow(2, (*PARITY, *BATCH, *degrees()), 3),
         (4, (*PARITY, *HALF, *DROPOUT, *degrees(2, 2, SP)), 3),
         (2, (*PARITY, *HALF, *DROPOUT, *degrees()), 3),
-        (2, (*PARITY, *HALF, *DROPOUT, *degrees(2, 1)), 3),
+        slow(2, (*PARITY, *HALF, *DROPOUT, *degrees(2, 1)), 3),
         (4, (*PARITY, *HALF, *TIED, *degrees(1, 2)), 3),
         (2, (*PARITY, *BATCH, *TIED, *ZBV, *degrees(1, 2)), 3),
-        (4, (*PARITY, *HALF, "--fsdp-size", "2", *degrees()), 3),
+        slow(4, (*PARITY, *HALF, "--fsdp-size", "2", *degrees()), 3),
         (4, (*PARITY, *HALF, *WIRES, *degrees(2, 1, SP)), 3),
-        pytest.param(4, (*PARITY, *HALF, *WIRES, *degrees(1, 2)), 3, marks=pytest.mark.slow),
+        slow(4, (*PARITY, *HALF, *WIRES, *degrees(1, 2)), 3),
         (1, (*PARITY, *HALF, *FP16, *degrees()), 3),
         (2, (*PARITY, *HALF, *TENSORWISE, "--fp8-param-gather", *degrees()), 3),
     ],
@@ -194,7 +195,7 @@ def stored(digests: dict[str, str]) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+@pytest.mark.parametrize("precision", [slow("fp32"), "fp8"])
 def test_a_run_moves_from_layout_to_layout(ranks: Ranks, tmp_path: Path, precision: str) -> None:
     """tp2 x pp2, then fsdp4, then one rank: one curve, within the bounds of parity."""
     base = (*PARITY, *QUIET, *BATCH, *PRECISIONS[precision])
@@ -300,7 +301,7 @@ def test_uneven_shards_are_uneven(ranks: Ranks) -> None:
     assert [rank["embedding.position_embeddings.weight"] for rank in rows] == [6, 6, 4]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+@pytest.mark.parametrize("precision", [slow("fp32"), "fp8"])
 def test_uneven_shards_resume(ranks: Ranks, tmp_path: Path, precision: str) -> None:
     flags = UNEVEN if precision == "fp32" else replaced(UNEVEN, UNEVEN_FP8)
     straight = ranks.run(

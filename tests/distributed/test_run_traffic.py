@@ -26,6 +26,7 @@ from tests.support.layouts import (
     start_training,
     train_curve,
 )
+from tests.support.limits import slow
 from tests.support.ranks import Ranks
 
 # The preset with half its batch: 4 micro-batches of 2 x 64 tokens; each block has 4 linears in FP8.
@@ -82,7 +83,7 @@ def test_no_amax_travels_without_fp8(ranks: Ranks) -> None:
 # ------------------------------------------------------------------------------------------ TP
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, slow(4)])
 def test_fp8_halves_the_gathers_of_linears(ranks: Ranks, tp: int) -> None:
     fp8 = run(ranks, tp, degrees(tp, 1, SP))[0].comm_bytes[1]
     bf16 = run(ranks, tp, degrees(tp, 1, SP), PRECISIONS["bf16"])[0].comm_bytes[1]
@@ -290,7 +291,7 @@ def _as_operations(training: Training) -> dict[str, dict[str, int]]:
     ("size", "flags"),
     [
         (4, degrees(2, 2, SP)),
-        (4, degrees(2, 1)),
+        slow(4, degrees(2, 1)),
         (4, degrees(1, 1, "--fsdp-size", "2")),
         (4, degrees(1, 2, "--untie-embeddings-and-output-weights", "false")),
         (2, degrees(2, 1, SP, "--fp8-tp-comm", "none")),
@@ -323,11 +324,11 @@ def counted_and_computed(flags: tuple[str, ...]) -> tuple[dict[str, int], dict[s
     [
         (4, degrees(2, 1, SP, *WIRES)),
         (4, degrees(2, 1, SP, *WIRES, "--reshard-after-forward", "false", "--no-fp8-wgrad")),
-        pytest.param(4, degrees(1, 2, *WIRES), marks=pytest.mark.slow),
+        slow(4, degrees(1, 2, *WIRES)),
         (2, degrees(1, 2, *ZBV)),
         (2, degrees(2, 1, SP, "--recompute-granularity", "full", "--recompute-num-layers", "3")),
-        pytest.param(4, degrees(1, 1, *HSDP_KEPT), marks=pytest.mark.slow),
-        pytest.param(4, degrees(2, 1, "--first-last-layers-bf16", *WIRES), marks=pytest.mark.slow),
+        slow(4, degrees(1, 1, *HSDP_KEPT)),
+        slow(4, degrees(2, 1, "--first-last-layers-bf16", *WIRES)),
         (2, degrees(2, 1, SP, "--fp8-tp-comm", "none")),
         *(
             (2, degrees(2, 1, SP, "--fp8-tp-comm", "all", "--fp8-recipe", recipe, *BLOCK_BATCH))

@@ -25,6 +25,7 @@ from tests.support.layouts import (
     merge_stages,
     start_training,
 )
+from tests.support.limits import slow
 from tests.support.ranks import Ranks
 
 BATCH, MICRO_BATCHES, LINEARS = ("--global-batch-size", "8"), 4, 4
@@ -74,7 +75,9 @@ def check_one_rank(
     assert merge_stages([rank[2] for rank in found]) == digests
 
 
-@pytest.mark.parametrize("more", [(), DROPOUT, PRECISIONS["bf16"]], ids=["fp8", "dropout", "bf16"])
+@pytest.mark.parametrize(
+    "more", [(), DROPOUT, slow(PRECISIONS["bf16"])], ids=["fp8", "dropout", "bf16"]
+)
 @pytest.mark.parametrize(
     ("size", "flags"),
     [
@@ -101,7 +104,7 @@ def test_pipelines_are_one_rank_bit_for_bit_over_20_iterations(
     check_one_rank(ranks, alone, case.world_size, case.flags, layers, 20)
 
 
-@pytest.mark.parametrize("more", [(), DROPOUT], ids=["plain", "dropout"])
+@pytest.mark.parametrize("more", [slow(()), DROPOUT], ids=["plain", "dropout"])
 def test_zero_bubble_equals_1f1b_with_tensor_parallelism(
     ranks: Ranks, more: tuple[str, ...]
 ) -> None:
@@ -159,7 +162,9 @@ def work(flags: tuple[str, ...]) -> tuple[Counter[str], Counter[str], Counter[st
     return counts, seen, Counter(curve.my_calls[0])
 
 
-@pytest.mark.parametrize("schedule", [(), INTERLEAVED, ZBV], ids=["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize(
+    "schedule", [slow(()), slow(INTERLEAVED), ZBV], ids=["1f1b", "interleaved", "zbv"]
+)
 def test_each_product_and_cast_runs_once_per_micro_batch(
     ranks: Ranks, schedule: tuple[str, ...]
 ) -> None:

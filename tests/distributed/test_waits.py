@@ -11,7 +11,7 @@ from megafp8.launch.main import STOPPED_BY_SIGNAL
 from megafp8.train.signals import INTERRUPTED
 from tests.support import launches
 from tests.support.launches import TINY, launched
-from tests.support.limits import PATIENCE_S
+from tests.support.limits import PATIENCE_S, slow
 
 FAULTS = "tests.support.faults:"
 # A signal ends a wait after 3.5 s; a machine with other work may be some times slower.
@@ -25,10 +25,6 @@ def command(folder: Path, *more: str) -> list[str]:
 def with_timeout(argv: list[str], minutes: str) -> list[str]:
     argv[argv.index("--distributed-timeout-minutes") + 1] = minutes
     return argv
-
-
-def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 
 from megafp8.errors import PrecisionError
 from megafp8.numerics.kernels import KERNELS, choose_kernels
+from tests.support.limits import slow
 from tests.support.oracles import needs_triton
 
 HERE = Path(__file__).resolve().parent
@@ -80,7 +81,7 @@ for (rows_each, columns_each), (bm, bk) in blocks.TILES.items():
 @needs_triton
 @pytest.mark.parametrize(
     "capability",
-    [pytest.param(89, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)],
+    [slow(89), 90, slow(100)],
 )
 def test_kernels_compile_for_a_generation_with_fp8_units(tmp_path: Path, capability: int) -> None:
     """Ada, Hopper, Blackwell: down to machine code, which needs no device."""

@@ -38,7 +38,7 @@ def assert_same(found: Tensor, wanted: Tensor, nan: Tensor) -> None:
     [(E4M3, torch.bfloat16), (E5M2, torch.bfloat16), (E4M3, torch.float32)],
     ids=str,
 )
-@pytest.mark.parametrize("shape", [(5, 40), (130, 140), (64, 128)])
+@pytest.mark.parametrize("shape", [(5, 40), (130, 140)])
 @pytest.mark.parametrize("block", list(TILES), ids=str)
 def test_blocks(
     block: tuple[int, int], shape: tuple[int, int], fmt: Fp8Format, dtype: torch.dtype

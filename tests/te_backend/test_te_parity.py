@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.layouts import BOUNDS, PARITY, PRECISIONS, SP, degrees, deviations
+from tests.support.limits import slow
 from tests.support.ranks import Ranks
 from tests.support.te_runs import SMALL, te_curve, train
 
@@ -16,12 +17,13 @@ LAYOUTS = {
     "tp2 x fsdp2": (4, degrees(2, 1, SP)),
 }
 ITERATIONS = {"fp32": 3, "bf16": 3, "fp8": 4}
+QUICK = [("fp8", layout) for layout in LAYOUTS if layout not in ("tp2", "fsdp2 resharded")]
 # A layout asks the same of every precision, but for what FP8 gathers.
 EVERYWHERE = [
     pytest.param(
         layout,
         precision,
-        marks=[] if precision == "fp8" or layout == "tp2 + sp" else pytest.mark.slow,
+        marks=[] if layout == "tp2 + sp" or (precision, layout) in QUICK else pytest.mark.slow,
     )
     for layout in LAYOUTS
     for precision in PRECISIONS
@@ -49,7 +51,7 @@ def test_losses_equal_native(ranks: Ranks, te_ranks: Ranks, layout: str, precisi
         )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+@pytest.mark.parametrize("precision", [slow("fp32"), "fp8"])
 def test_zero_bubble_schedule(ranks: Ranks, te_ranks: Ranks, precision: str) -> None:
     """Weight gradients in the W slots, biases outside of TE: within the bounds of one backward."""
     sizes = ("--num-layers", "4", "--global-batch-size", "8", "--disable-bias-linear=false")
@@ -62,7 +64,7 @@ def test_zero_bubble_schedule(ranks: Ranks, te_ranks: Ranks, precision: str) -> 
     assert found.comm_calls == wanted.comm_calls
 
 
-@pytest.mark.parametrize("how", ["true", "false"])
+@pytest.mark.parametrize("how", ["true", slow("false")])
 def test_gathered_codes_are_multiplied_as_they_are(ranks: Ranks, te_ranks: Ranks, how: str) -> None:
     """FSDP gathers FP8, whether weights are kept gathered or not; gradients are reduced in FP8."""
     wires = ("--fp8-param-gather", "--fp8-grad-reduce", f"--reshard-after-forward={how}")
@@ -93,7 +95,7 @@ def test_model_with_biases_and_layer_norm(ranks: Ranks, te_ranks: Ranks) -> None
         assert loss <= bound and norm <= bound
 
 
-@pytest.mark.parametrize("reshard", ["true", "false"])
+@pytest.mark.parametrize("reshard", ["true", slow("false")])
 def test_recompute_and_resharding_change_nothing(te_ranks: Ranks, reshard: str) -> None:
     """A recomputed block casts with the scales of its first forward, also inside FSDP2."""
     command = (*PARITY, *SMALL, *degrees(), f"--reshard-after-forward={reshard}")

@@ -13,6 +13,7 @@ from megafp8.numerics import compute_amax
 from tests.model.small import FP8, GPT2, LLAMA, layer_context, registry_state, small_config
 from tests.support import te_cpu
 from tests.support.layouts import PARITY, SP, degrees
+from tests.support.limits import slow
 from tests.support.ranks import Ranks
 from tests.support.te_runs import SMALL, train
 
@@ -107,7 +108,7 @@ def test_every_step_of_a_module(ranks: Ranks, te_ranks: Ranks, flags: dict[str, 
 
 @pytest.mark.parametrize(
     ("size", "flags", "iterations"),
-    [(1, degrees(), 20), (1, degrees(1, 1, *MICRO_BATCH), 6), (4, degrees(2, 1, SP), 6)],
+    [slow(1, degrees(), 20), (1, degrees(1, 1, *MICRO_BATCH), 6), (4, degrees(2, 1, SP), 6)],
     ids=["1 rank", "window of micro-batches", "tp2 x fsdp2"],
 )
 def test_trained_model(
