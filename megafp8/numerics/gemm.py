@@ -60,8 +60,11 @@ def fprop(
     """Return y [m, n] = x [m, k] @ w [n, k]^T, scaled."""
     check_gemm_dims(x.data.shape[0], x.data.shape[1], w.data.shape[0], name="fprop")
     if native(x, w):
+        # Fast accumulation keeps fewer bits of partial sums: enough for activations, not for
+        # gradients.
         return native_mm(x, False, w, True, out_dtype, fast=True)
     (a, left), (b, right) = _operand(x, 1, out_dtype), _operand(w, 1, out_dtype)
+    # [m, k] @ [k, n]; what is left of the scales multiplies rows and columns of the product.
     return _decoded_mm(a, b.t(), left, right, out_dtype)
 
 
@@ -74,6 +77,7 @@ def dgrad(
         return native_mm(dy, False, w, False, out_dtype, fast=False)
     if dy.decoded is None and dy.block is None:
         dy.decoded = _decode(dy)  # wgrad follows, decodes the same codes and takes this away
+    # dgrad sums over n: columns of dy, rows of w.
     (a, left), (b, right) = _operand(dy, 1, out_dtype), _operand(w, 0, out_dtype)
     return _decoded_mm(a, b, left, right, out_dtype)
 
@@ -85,7 +89,9 @@ def wgrad(
     check_gemm_dims(dy.data.shape[0], x.data.shape[1], dy.data.shape[1], name="wgrad")
     if native(dy, x):
         return native_mm(dy, True, x, False, out_dtype, fast=False)
+    # wgrad sums over tokens: rows of both.
     (a, left), (b, right) = _operand(dy, 0, out_dtype), _operand(x, 0, out_dtype)
+    # The last product of this gradient: its decoded copy, twice its size, goes.
     dy.decoded = None
     return _decoded_mm(a.t(), b, left, right, out_dtype)
 
@@ -108,6 +114,7 @@ def _decode(operand: QuantizedTensor) -> Tensor:
     """
     dtype = product_dtype(torch.bfloat16, operand.data.device)
     values = decode(operand.data, dtype)
+    # Scales that are constant along the sum come out of it: they multiply the product instead.
     if operand.block is None or _is_factor(operand):
         return values
     dtype = dtype if operand.power_of_2 else torch.float32
@@ -134,6 +141,7 @@ def _operand(
     factor = operand.scale_inv if _is_factor(operand) else None
     if factor is not None and operand.block is not None:
         assert factor.shape[summed] == 1, "a scale for each row of what is not summed over"
+        # [m, 1] or [1, n] -> one entry for each row or column of the product
         factor = factor.flatten()
     return (values.float() if out_dtype == torch.float32 else values), factor
 
@@ -142,6 +150,7 @@ def _decoded_mm(
     a: Tensor, b: Tensor, left: Tensor | None, right: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """A [m, k] @ b [k, n], times a factor (0-dim, [m] or [n]) on each side."""
+    # One operand may carry its scales in fp32 while the other is plain bf16 codes.
     if a.dtype != b.dtype:
         a, b = a.float(), b.float()
     factors = [factor for factor in (left, right) if factor is not None]

@@ -63,6 +63,7 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
         grid = [1 if all_of else n for all_of, n in zip(whole, blocks.shape[::2], strict=True)]
         return torch.zeros(grid, dtype=torch.float32, device=x.device)
     # One dim at a time: torch reduces two at once without vector instructions on CPU (2.13).
+    # [m/r, r, k/c, c] -> [m/r, k/c, c] -> [m/r, k/c]
     return blocks.amax(1).amax(2).float()
 
 
@@ -91,6 +92,8 @@ def quantize_blocks(
         x = x.detach().to(torch.float32, memory_format=torch.contiguous_format)
     amax = block_amax(x, block)
     if recipe.name == "mxfp8":
+        # The byte is what the GEMM reads; the factor is its exact inverse, so both agree to the
+        # bit.
         codes = e8m0_codes(amax, fmt)
         scale, scale_inv = e8m0_scales(codes), codes.view(torch.float8_e8m0fnu)
     else:
@@ -105,7 +108,7 @@ def quantize_blocks(
 def _as_blocks(x: Tensor, block: Block) -> Tensor:
     """[m, k] -> [m/r, r, k/c, c], padded with zeros; a view if nothing is padded."""
     (rows, columns), (r, c) = x.shape, block
-    pad_rows, pad_columns = -rows % r, -columns % c
+    pad_rows, pad_columns = -rows % r, -columns % c  # zeros: they raise no amax
     if pad_rows or pad_columns:
         x = F.pad(x, (0, pad_columns, 0, pad_rows))
     return x.reshape(x.shape[0] // r, r, x.shape[1] // c, c)
@@ -119,6 +122,7 @@ def _cast(x: Tensor, scale: Tensor, block: Block, fmt: Fp8Format) -> Tensor:
     # Chunks of whole blocks; where a block has all rows, every chunk takes the one row of scales.
     block = whole_block(block, x.shape)
     r, step = block[0], max(CHUNK // columns, 1)
+    # A chunk that cut a block would need two chunks' values for one scale.
     step = max(step // r, 1) * r if scale.shape[0] > 1 else step
     for start in range(0, rows, step):
         part = x[start : start + step]

@@ -107,6 +107,7 @@ def native(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     if device.type != "cuda" or not fp8_hardware(device)[0]:
         return False
     if not _in_blocks(a) and not _in_blocks(b):
+        # One scale in all: any GPU with FP8 units. One a row: only where cuBLAS has the epilogue.
         return a.block is None or _row_units(device)[0]
     return a.format == b.format == E4M3 and _block_units(_is_mx(a), device)[0]
 

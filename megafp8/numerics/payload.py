@@ -33,6 +33,7 @@ def _blocks(length: int) -> int:
 
 def payload_bytes(length: int) -> int:
     """Return the bytes of a row of `length` values."""
+    # Rounded up to 4 bytes, so that the fp32 scales of every row start at a multiple of 4.
     return -(-(_SCALE_BYTES * _blocks(length) + length) // _SCALE_BYTES) * _SCALE_BYTES
 
 
@@ -52,16 +53,17 @@ def encode_rows(x: Tensor, fmt: Fp8Format) -> Tensor:
         return payload
     scale_inv, codes = _parts(payload, length, fmt)
     whole = length // BLOCK * BLOCK
+    # First all whole blocks at once, then the shorter one at the end, if there is one.
     for first, last, size in ((0, whole, BLOCK), (whole, length, length - whole)):
         if first == last:
             continue
-        source = x[:, first:last].unflatten(1, (-1, size))
+        source = x[:, first:last].unflatten(1, (-1, size))  # [rows, blocks, size]
         target = codes[:, first:last].unflatten(1, (-1, size))
-        factors = scale_inv[:, first // BLOCK : _blocks(last)]
+        factors = scale_inv[:, first // BLOCK : _blocks(last)]  # [rows, blocks]
         if x.device.type != "cpu":
             _cast(source, fmt, target, factors)
             continue
-        step = max(_CHUNK // size, 1)
+        step = max(_CHUNK // size, 1)  # blocks whose values stay in cache
         for row in range(rows):
             pieces = (t[row].split(step) for t in (source, target, factors))
             for piece_source, piece_target, piece_factors in zip(*pieces, strict=True):
@@ -80,6 +82,7 @@ def _cast(x: Tensor, fmt: Fp8Format, codes: Tensor, scale_inv: Tensor) -> None:
     """[..., size] values into codes and [...] factors."""
     values = x.to(torch.float32, copy=True)
     amax = values.abs().amax(-1)
+    # inf * 0 and NaN * 0 are NaN, the rest of the block becomes 0: the receiver sees the fault.
     scale = torch.where(amax.isfinite(), current_scale(amax, fmt), 0.0)
     scale_inv.copy_(torch.where(scale > 0, scale.reciprocal(), 1.0))
     codes.copy_(values.mul_(scale.unsqueeze(-1)).clamp_(-fmt.max, fmt.max))
@@ -92,6 +95,7 @@ def decode_row(payload: Tensor, length: int, fmt: Fp8Format) -> Tensor:
     scale_inv, codes = _parts(payload[None], length, fmt)
     values = decode(codes[0], torch.float32)
     whole = length // BLOCK * BLOCK
+    # [blocks, BLOCK] * [blocks, 1]
     values[:whole].view(-1, BLOCK).mul_(scale_inv[0, : whole // BLOCK].unsqueeze(-1))
     if whole < length:
         values[whole:].mul_(scale_inv[0, -1])
@@ -112,6 +116,7 @@ def sum_rows(payload: Tensor, own: Tensor, rank: int, fmt: Fp8Format) -> Tensor:
     Returns:
         fp32 [n].
     """
+    # One row is decoded at a time: memory is that of one, however many ranks there are.
     total = torch.zeros(own.numel(), dtype=torch.float32, device=own.device)
     for source, row in enumerate(payload.unbind()):
         total += own if source == rank else decode_row(row, own.numel(), fmt)

@@ -93,7 +93,9 @@ class _WideLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # The 16-bit operands: their fp32 copies would be twice the memory of a BF16 run.
         ctx.save_for_backward(x, weight)
+        # The bias is added before the one rounding, as a fused epilogue does it.
         y = x.float() @ weight.t().float()
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 
@@ -101,6 +103,7 @@ class _WideLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        # [..., n] @ [n, k]
         dx = matmul(grad, weight) if ctx.needs_input_grad[0] else None
         dy, x2 = grad.flatten(0, -2), x.flatten(0, -2)  # [m, n], [m, k]
         dw = matmul(dy.t(), x2) if ctx.needs_input_grad[1] else None

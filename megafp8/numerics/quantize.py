@@ -69,10 +69,14 @@ def scale_blocks_(x: Tensor, grid: Tensor, block: tuple[int, int]) -> Tensor:
     """Multiply contiguous x [m, k] in place by a scale for each block, and return it."""
     (rows, columns), (r, c) = x.shape, whole_block(block, x.shape)
     if rows % r == 0 and columns % c == 0:
+        # [m, k] seen as [m/r, r, k/c, c]: each scale meets its r x c values without a copy of the
+        # grid.
         x.view(rows // r, r, columns // c, c).mul_(grid[:, None, :, None])
         return x
     for dim in (0, 1):  # smaller blocks at an edge
         if block[dim] > 1 and grid.shape[dim] > 1:
+            # A dimension with one scale in all broadcasts; the others are repeated, then cut at the
+            # edge.
             grid = grid.repeat_interleave(block[dim], dim).narrow(dim, 0, x.shape[dim])
     return x.mul_(grid)
 
@@ -88,7 +92,9 @@ def compute_amax(x: Tensor, drop_nan: bool = False) -> Tensor:
     x = x.detach()
     if drop_nan:
         x = torch.nan_to_num(x, nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    # One pass for both ends: x.abs() would write a whole tensor first.
     low, high = torch.aminmax(x)
+    # abs: the maximum of +0 and -0 may be -0, and an amax is never negative.
     return torch.maximum(high, -low).abs().float()
 
 
@@ -105,8 +111,10 @@ def quantize(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
     """
     x = x.detach()
     if x.device.type != "cpu" or x.numel() <= CHUNK:
+        # A GPU has no use for chunks: one kernel each for scaling, clamping and casting.
         return _scaled(x, scale, fmt).to(fmt.dtype)
     out = torch.empty(x.shape, dtype=fmt.dtype)
+    # [chunks of at most CHUNK elements]
     sources = x.contiguous().view(-1).split(CHUNK)
     for source, target in zip(sources, out.view(-1).split(CHUNK), strict=True):
         target.copy_(_scaled(source, scale, fmt))
@@ -114,6 +122,7 @@ def quantize(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
 
 
 def _scaled(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
+    # A copy even of fp32: the next line writes in place.
     hp = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     return hp.mul_(scale).clamp_(-fmt.max, fmt.max)
 
@@ -126,6 +135,7 @@ _PAIRS = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
 def _pair_table(codes: torch.dtype, values: torch.dtype) -> Tensor:
     """Return [65536]: two FP8 codes read as one uint16 -> their two values (256 or 512 KiB)."""
     pairs = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+    # [65536] uint16 -> [131072] codes -> as many values -> [65536] pairs of values in one integer.
     return pairs.view(codes).to(values).view(_PAIRS[values])
 
 
@@ -138,9 +148,11 @@ def decode(data: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """
     if data.device.type != "cpu":
         return data.to(dtype)
-    codes = data.contiguous().view(torch.uint8).view(-1)
+    codes = data.contiguous().view(torch.uint8).view(-1)  # [numel], bytes
+    # A uint16 view needs whole pairs that start at an even byte.
     if codes.numel() % 2 or codes.storage_offset() % 2:
         return data.to(dtype)
+    # fp16 is made of bf16, which holds every code exactly, as fp16 does, too.
     made = dtype if dtype in _PAIRS else torch.bfloat16
     values = torch.empty(data.shape, dtype=made)
     table, pairs = _pair_table(data.dtype, made), codes.view(torch.uint16)
@@ -156,5 +168,5 @@ def _look_up(table: Tensor, pairs: Tensor, out: Tensor) -> None:
         torch.index_select(table, 0, pairs.to(torch.int32), out=out)
         return
     # index_select runs on one thread; gather takes a row per thread, and int64 indices.
-    index = pairs.to(torch.int64).view(threads, -1)
+    index = pairs.to(torch.int64).view(threads, -1)  # [threads, pairs / threads]
     torch.gather(table.expand(threads, -1), 1, index, out=out.view(threads, -1))

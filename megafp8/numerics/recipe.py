@@ -208,6 +208,7 @@ def _quantile(history: Tensor, q: float) -> Tensor:
 def _trimmed_max(history: Tensor, k: int) -> Tensor:
     entries, filled = _sorted_entries(history)
     dropped = (filled - 1).clamp(min=0, max=k)
+    # [1, N] row indices, one a column
     return entries.gather(0, (history.shape[0] - 1 - dropped)[None])[0]
 
 
@@ -215,5 +216,6 @@ def _ema(history: Tensor, b: float) -> Tensor:
     filled = history > 0
     rank = filled.cumsum(dim=0)  # 1 for the oldest entry
     weight = torch.pow(b, (rank[-1] - rank).to(history.dtype))
+    # The oldest entry is where the average starts, so weights add up to 1.
     weight = torch.where(rank == 1, weight, weight * (1.0 - b))
     return torch.where(filled, weight * history, 0.0).sum(dim=0)

@@ -23,10 +23,11 @@ def code_value(code: int, fmt: Fp8Format) -> float:
     sign = -1.0 if code & 0x80 else 1.0
     exponent = (code & 0x7F) >> fmt.mantissa_bits
     mantissa = code & ((1 << fmt.mantissa_bits) - 1)
+    # E4M3 has no inf, and one NaN a sign; E5M2 has both, as IEEE formats do.
     if code & 0x7F > fmt.max_code:
         ieee_inf = fmt.name == "e5m2" and mantissa == 0
         return sign * math.inf if ieee_inf else math.nan
-    fraction = mantissa / (1 << fmt.mantissa_bits)
+    fraction = mantissa / (1 << fmt.mantissa_bits)  # subnormals lack the implicit 1
     if exponent == 0:
         return sign * fraction * 2.0 ** (1 - fmt.bias)
     return sign * (1.0 + fraction) * 2.0 ** (exponent - fmt.bias)
@@ -39,11 +40,13 @@ def code_values(fmt: Fp8Format) -> NDArray[np.float64]:
 
 def encode(y: NDArray[np.float32], fmt: Fp8Format) -> NDArray[np.uint8]:
     """Round scaled values to codes: nearest, ties to the even code, saturating; NaN is 0x7F."""
+    # nonnegative finite values, ascending as their codes are
     values = code_values(fmt)[: fmt.max_code + 1]
     midpoints = (values[:-1] + values[1:]) / 2
     magnitude = np.abs(y.astype(np.float64))
     code = np.searchsorted(midpoints, magnitude, side="left")  # ties: the lower neighbour
     tie = np.append(midpoints, np.inf)[code] == magnitude
+    # A tie went to the lower neighbour; where that code is odd, the even one is above.
     code = code + (tie & (code % 2 == 1) & (code < fmt.max_code))
     code = np.where(np.isnan(y), 0x7F, code)
     return (code + 0x80 * np.signbit(y)).astype(np.uint8)
@@ -75,6 +78,7 @@ def e8m0(amax: float, fmt: Fp8Format) -> int:
     """
     if math.isnan(amax):
         return 255
+    # largest amax that each byte holds unsaturated
     largest = [math.ldexp(fmt.max, byte - 127) for byte in range(255)]
     return min(bisect_left(largest, amax), 254)
 

@@ -82,6 +82,7 @@ class ScaleRegistry:
         """Allocate the state: scale 1.0, empty windows."""
         assert not self._finalized, "finalize() called twice"
         n = len(self.keys)
+        # Without state the window has no rows, and all code below works on [0, N].
         h = self.recipe.amax_history_len if self.recipe.stateful else 0
         self.scale = torch.ones(n, dtype=torch.float32, device=device)
         self.scale_inv = torch.ones_like(self.scale)
@@ -168,6 +169,7 @@ class ScaleRegistry:
         power_of_2, cap = recipe.power_of_2_scales, recipe.scale_cap
         before = scale if recipe.stateful else torch.ones_like(scale)
         new = next_scale(amax, before, self._fp8_max[indices], recipe.margin, power_of_2, cap)
+        # [N] -> [n]: tensors with an entry have a scale of their own past already
         filled = (self.amax_history > 0).any(dim=0)[indices]
         self.scale[indices] = torch.where(filled, scale, new)
         torch.reciprocal(self.scale, out=self.scale_inv)
@@ -197,11 +199,15 @@ class ScaleRegistry:
             return
         skip = self.recipe.nonfinite_amax == "skip"
         amax = torch.nan_to_num(self.pending_amax, nan=torch.inf, posinf=torch.inf)
+        # One vector for all tensors of the rank: the number of collectives does not grow with
+        # layers.
         if reduce_amax is not None:
             reduce_amax(amax)
         bad = amax.isinf()
         enters = (amax > 0) & ~bad if skip else amax > 0
+        # [H, N]: the oldest entry leaves, the new one is last
         rolled = torch.cat((self.amax_history[1:], amax[None]))
+        # By tensor: one that was not used, or not finite, keeps its whole window.
         self.amax_history.copy_(torch.where(enters, rolled, self.amax_history))
         new, chosen = window_scale(self.amax_history, self.scale, self._fp8_max, self.recipe)
         self.scale.copy_(new)
@@ -219,7 +225,7 @@ class ScaleRegistry:
         state: dict[str, Tensor] = {}
         if not self.recipe.stateful:
             return state
-        windows = self.amax_history.t().contiguous()
+        windows = self.amax_history.t().contiguous()  # [N, H]: a window is a run of memory
         for index, (module_name, role) in enumerate(self.keys):
             state[f"fp8.{module_name}.{role}.scale"] = self.scale[index].clone()
             state[f"fp8.{module_name}.{role}.amax_history"] = windows[index].clone()
@@ -281,6 +287,8 @@ class ScaleRegistry:
         if not self.recipe.stateful:
             return 0
         stored = self.scale.clone()
+        # First by the ratio of the two rules, for windows that do not tell; the others follow from
+        # theirs.
         kept = moved_scale(stored, self.keys, before or self.recipe, self.recipe)
         new, _ = window_scale(self.amax_history, kept, self._fp8_max, self.recipe)
         self.scale.copy_(new)

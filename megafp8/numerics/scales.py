@@ -27,6 +27,7 @@ _E8M0_BIAS = 127
 
 def round_down_to_power_of_2(scale: Tensor) -> Tensor:
     """Return the largest power of two <= `scale` (fp32, positive, normal); inf and NaN stay."""
+    # Sign 0 and the exponent stay; without a mantissa a number is a power of two.
     bits = scale.view(torch.int32) & ~_MANTISSA
     return torch.where(scale.isfinite(), bits.view(torch.float32), scale)
 
@@ -49,7 +50,10 @@ def next_scale(
     # torch computes number / tensor as number * (1 / tensor), which rounds twice.
     largest = fp8_max if isinstance(fp8_max, Tensor) else amax.new_full((), fp8_max)
     new = (largest / amax) / 2.0**margin
+    # The quotient of a subnormal amax overflows; a finite scale still brings the tensor near
+    # fp8_max.
     new = torch.where(new.isinf(), _FP32_MAX, new).clamp(min=_FP32_SMALLEST_NORMAL, max=cap)
+    # Down, not to the nearest: rounding up would saturate the largest value.
     if power_of_2:
         new = round_down_to_power_of_2(new)
     return torch.where(usable, new, scale)
@@ -74,9 +78,11 @@ def e8m0_codes(amax: Tensor, fmt: Fp8Format) -> Tensor:
     inf -> 254; NaN -> 255.
     """
     largest = int(torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32))
+    # Nonnegative fp32 numbers order like their bits, so exponent and mantissa compare as integers.
     bits = amax.float().view(torch.int32)
     exponent = (bits >> _MANTISSA_BITS) - (largest >> _MANTISSA_BITS)
     rounded_up = exponent + ((bits & _MANTISSA) > (largest & _MANTISSA)).to(torch.int32)
+    # 255 is NaN in E8M0, so 254 is the largest factor
     codes = (rounded_up + _E8M0_BIAS).clamp_(0, 254)
     codes = torch.where(amax.isfinite(), codes, torch.where(amax.isnan(), 255, 254))
     return codes.to(torch.uint8)
@@ -84,6 +90,7 @@ def e8m0_codes(amax: Tensor, fmt: Fp8Format) -> Tensor:
 
 def e8m0_scales(codes: Tensor) -> Tensor:
     """Return 1 / value of E8M0 bytes, the factor before the cast, in fp32; NaN for byte 255."""
+    # 1 / 2**(byte - 127) = 2**(127 - byte), whose biased exponent is 254 - byte.
     exponent = 2 * _E8M0_BIAS - codes.to(torch.int32)
     # Byte 254 is 2**127, whose inverse is subnormal: its bits are half of the smallest normal's.
     bits = torch.where(exponent > 0, exponent << _MANTISSA_BITS, 1 << (_MANTISSA_BITS - 1))

@@ -47,6 +47,7 @@ def count(x: Tensor, quantized: QuantizedTensor) -> Tensor:
     scale_inv = quantized.spread_scale_inv()
     values = decode(quantized.data, torch.float32)
     finite = x.isfinite()
+    # An inf would swallow every sum; it is counted, and left out of the errors.
     clean = torch.where(finite, x, 0.0)
     dequantized = torch.where(finite, values * scale_inv, 0.0)
     error = dequantized - clean
@@ -54,8 +55,10 @@ def count(x: Tensor, quantized: QuantizedTensor) -> Tensor:
     terms = (
         x == 0,
         (x != 0) & (values == 0),
+        # Of inputs, not of codes equal to the maximum: rounding reaches that code, too.
         x.abs() > quantized.format.max * scale_inv,
         ~finite,
+        # fp64: squares of fp32 values may leave fp32, and sums of millions lose bits.
         error.double().square(),
         clean.double().square(),
         dequantized.double().square(),
@@ -108,8 +111,10 @@ def _closeness(
     """(sqnr_db, cosine) of finite sums."""
     sqnr_db = cosine = None
     if input_squares > 0:
+        # An exact cast has no noise: its SQNR is inf, not an error.
         noise = math.log10(error_squares) if error_squares > 0 else -math.inf
         sqnr_db = 10 * (math.log10(input_squares) - noise)
+    # Two roots, since the product of the squares may overflow; rounding may leave [-1, 1].
     norms = math.sqrt(input_squares) * math.sqrt(output_squares)
     if norms > 0:
         cosine = max(-1.0, min(1.0, products / norms))

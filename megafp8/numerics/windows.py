@@ -23,6 +23,7 @@ _SAME = 2.0**-16
 def held_entries(window: Tensor, recipe: Recipe) -> Tensor:
     """Return the newest filled entries of a window [H] that a recipe would hold, on the CPU."""
     entries = torch.nan_to_num(window.float().cpu(), nan=torch.inf, posinf=torch.inf)
+    # 0 marks a place that no update has filled.
     entries = entries[entries > 0]
     if recipe.nonfinite_amax == "skip":
         entries = entries[entries.isfinite()]
@@ -43,14 +44,14 @@ def window_scale(
     Returns:
         (scales [N], the amaxes [N] they were chosen for; 0, inf or NaN: the window does not tell).
     """
-    chosen = parse_amax_algorithm(recipe.amax_compute_algo)(history)
+    chosen = parse_amax_algorithm(recipe.amax_compute_algo)(history)  # [H, N] -> [N]
     power_of_2, cap = recipe.power_of_2_scales, recipe.scale_cap
     return next_scale(chosen, scale, fp8_max, recipe.margin, power_of_2, cap), chosen
 
 
 def fitting_scale(scale: Tensor, history: Tensor, role: Role, recipe: Recipe) -> Tensor:
     """Return the scales [...] that windows [..., H] give, `scale` where they do not tell."""
-    columns = history.reshape(-1, history.shape[-1]).t().contiguous()
+    columns = history.reshape(-1, history.shape[-1]).t().contiguous()  # [..., H] -> [H, N]
     fp8_max = scale.new_tensor(recipe.format(role).max)
     return window_scale(columns, scale.reshape(-1), fp8_max, recipe)[0].reshape(scale.shape)
 
@@ -70,6 +71,7 @@ def moved_scale(
         before: recipe that chose them.
         now: recipe that will use them.
     """
+    # scale = fp8_max / amax / 2**margin: a ratio of two rules has no amax in it.
     margins = 2.0 ** (before.margin - now.margin)
     ratios = [now.format(role).max / before.format(role).max * margins for _, role in keys]
     moved = scale * torch.tensor(ratios, dtype=torch.float32).to(scale.device)

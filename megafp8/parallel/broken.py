@@ -22,10 +22,13 @@ def broken_collective(error: BaseException | None) -> Exception | None:
     while error is not None:
         text = str(error).lower()
         inside = any("torch/distributed" in frame.filename for frame in _frames(error))
+        # Words alone would take a user's "timeout" for one: torch's code has to be on the way, or
+        # gloo named.
         broken = any(word in text for word in _BROKEN) and (inside or "gloo" in text)
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and broken):
             assert isinstance(error, Exception)
             return error
+        # What Python shows as "direct cause", else "during handling of", unless `from None` hid it.
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
 

@@ -76,6 +76,7 @@ class CommGroup:
         if dtype in FLOAT8:  # gloo has no float8
             tensor = tensor.view(torch.uint8)
         tensor = tensor.contiguous()
+        # [n, ...] -> [size * n, ...]: ranks are blocks of dim 0, which for activations is s.
         full = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
         all_gather_single(full, tensor, group=self.process_group)
         self.traffic.gathered(kind, full, self.size)
@@ -104,6 +105,7 @@ class CommGroup:
         if self.size == 1:
             return tensor, None
         shard = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+        # [size * n, ...] -> [size, n * ...]: row r is what rank r will hold the sum of.
         rows = tensor.reshape(self.size, -1)
         payload = encode_rows(rows, fmt)
         received = torch.empty_like(payload)
@@ -113,7 +115,8 @@ class CommGroup:
         self.traffic.gathered(kind, payload, self.size)
 
         def finish() -> None:
-            total = sum_rows(received, rows[self.rank], self.rank, fmt)
+            total = sum_rows(received, rows[self.rank], self.rank, fmt)  # fp32 [n * ...]
+            # Rounded to the dtype of the activations once, after the sum.
             shard.copy_(total.view(shard.shape))
 
         if not async_op:
@@ -132,6 +135,7 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # The all-reduce works in place, and autograd may hand the same gradient to others.
         grad = grad.clone(memory_format=torch.contiguous_format)
         ctx.group.all_reduce(grad, ctx.kind)
         return grad, None, None
@@ -142,6 +146,7 @@ class _ReduceFromGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: CommGroup, kind: str) -> Tensor:
+        # In place on a copy: the partial sums may be saved for somebody's backward.
         total = x.clone(memory_format=torch.contiguous_format)
         group.all_reduce(total, kind)
         return total

@@ -82,6 +82,7 @@ class Fp8Weight(torch.Tensor):
         if func in _VIEWS:
             data8 = func(weight.data8, *args[1:], **(kwargs or {}))
             return Fp8Weight(data8, weight.cast, weight.version, weight.dtype)
+        # Autograd makes zeros of it where a weight got no gradient.
         if func is _aten.zeros_like.default:
             return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
         raise PrecisionError(f"{func} on a weight that was gathered in FP8: it is only multiplied")
@@ -114,11 +115,14 @@ def _attach(shard: Any, cast: WeightCast) -> None:
         mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], int]:
         codes = quantize(shard, registry.scale_of(index), registry.format_of(index))
+        # NCCL and gloo move bytes; neither knows every float8 type.
         codes = codes.view(torch.uint8)
         # Only dim 0 may be uneven; every rank sends as many rows as the first has.
+        # rows that a smaller last shard lacks
         missing = -(-outer_size[0] // mesh.size()) - codes.shape[0]
         if codes.shape[1:] == outer_size[1:] and missing > 0:
             codes = torch.cat((codes, codes.new_zeros(missing, *codes.shape[1:])))
+        # The version travels beside the codes, so that a gather from before an update is noticed.
         return (codes,), registry.version
 
     def fsdp_post_all_gather(

@@ -91,10 +91,10 @@ class Fp8ReduceScatter(_Allocating):
         """Fill `output_tensor` [n] from all ranks' `input_tensor` [size * n], both fp32."""
         assert op == dist.ReduceOp.SUM and input_tensor.dtype == torch.float32
         size, rank = group.size(), group.rank()
-        rows = input_tensor.view(size, -1)
+        rows = input_tensor.view(size, -1)  # [size, n], row r for rank r
         if self.residual is not None:
             rows.add_(self.residual)
-        payload = encode_rows(rows, E4M3)
+        payload = encode_rows(rows, E4M3)  # uint8 [size, payload_bytes(n)]
         received = torch.empty_like(payload)
         self.traffic.gathered(self.kind, payload, size)
         # FSDP2 calls this in a stream of its own, as it does its own reduce-scatter.
@@ -114,6 +114,7 @@ class Fp8ReduceScatter(_Allocating):
         for place, row in enumerate(rows):
             if place != rank:
                 lost = row - decode_row(payload[place], row.numel(), E4M3)
+                # An inf kept here would spoil every later step of the run.
                 self.residual[place] = torch.where(lost.isfinite(), lost, 0.0)
 
 
@@ -158,6 +159,7 @@ def shard_module(
         module,
         mesh=mesh.fsdp_mesh,
         reshard_after_forward=mesh.layout.reshard_after_forward,
+        # FSDP2 splits dim 0 unless told: fused gate and up [2, f, h] go along h.
         shard_placement_fn=lambda p: Shard(shard_dims[p]) if p in shard_dims else None,
         # Inputs are not cast: loss masks and rotary tables stay fp32.
         mp_policy=MixedPrecisionPolicy(
@@ -166,6 +168,7 @@ def shard_module(
     )
     assert isinstance(module, FSDPModule)
     traffic = mesh.traffic
+    # Sums: the global batch divides the loss once, however many ranks share it.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     # FSDP2 takes any object with these methods; its base classes are not public.
@@ -197,6 +200,7 @@ def take_fp32_gradients(module: nn.Module) -> None:
     are told in a hook after the first gather (torch 2.13; `grad_dtype` came with 2.10).
     """
 
+    # Gathered parameters do not exist before the first gather, which comes with the first forward.
     def tell(module: nn.Module, _: Any) -> None:
         for parameter in module.parameters():
             parameter.grad_dtype = torch.float32
@@ -217,5 +221,6 @@ def begin_micro_batch(module: nn.Module, last: bool, keep_gathered: bool) -> Non
         module.set_requires_gradient_sync(last)
         module.set_reshard_after_backward(last)
     else:
+        # Shards add up in place; only their sum over the replicas waits for the last micro-batch.
         module.set_requires_all_reduce(last)
     module.set_is_last_backward(last)

@@ -5,6 +5,7 @@ One rank that counts keeps a store of thousands of ranks from being asked by eac
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 PLACE = "the meeting of ranks"
@@ -44,6 +45,7 @@ class Meeting:
             store.set(f"joined_{self.rank}", "")
             self._announced = True
         if self.rank == 0:
+            # only those not seen yet are asked for again
             self._missing = _absent(store, self._missing)
             if not self._missing:
                 store.set("all_joined", "")
@@ -58,6 +60,8 @@ class Meeting:
 
     def quiet(self, since: float, seconds: float) -> list[int]:
         """The missing ranks that have given no sign of life for so long, counted from `since`."""
+        # A rank is quiet if neither its last sign nor the beginning of the wait is younger than
+        # this.
         limit = time.monotonic() - seconds
         return [r for r in self.others if max(since, self._heard.get(r, ("", 0.0))[1]) < limit]
 
@@ -105,3 +109,17 @@ def _absent(store: Any, ranks: list[int]) -> list[int]:
     if store.check(keys):  # one question for all, as most often all that is needed
         return []
     return [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+
+
+def gave_up(waits: str, limit: timedelta, reason: str) -> str:
+    """The end of a wait.
+
+    Args:
+        waits: what `Meeting.text` says.
+        limit: of the wait.
+        reason: how the missing ranks looked.
+    """
+    return (
+        f"{waits}: {reason} for {limit.total_seconds():g} s; look at what the missing ranks "
+        "printed, or give more --distributed-timeout-minutes"
+    )

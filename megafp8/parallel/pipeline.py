@@ -41,6 +41,7 @@ class DeferredWeightGradients:
 
     def take(self) -> Callable[[], None]:
         """Detach the queued work of the backward that just ran, as one function (`dw_builder`)."""
+        # A new queue: the next backward fills its own while this one waits for its W slot.
         work, self.queue = self.queue, deque()
 
         def run() -> None:
@@ -79,6 +80,8 @@ def _check_boundary(tensor: Tensor, allowed: torch.dtype, stage: int) -> None:
 
 def _scaled_identity(scale: Callable[[], float]) -> Callable[[Tensor, Tensor], Tensor]:
     """The schedule's loss function: the last stage already returns the loss sum."""
+    # [1] -> scalar; the factor is asked for at each call, since an FP16 loss scale moves between
+    # steps.
     return lambda output, target: output.sum() * scale()
 
 
@@ -143,17 +146,22 @@ class PipelineRunner:
             # Only the newest is kept (a batch ramp changes the count): each holds receive buffers
             # for all its micro-batches.
             self._schedules = {count: self._build_schedule(count)}
+        # [b, s] of each micro-batch -> [count * b, s]: the schedule splits along the first
+        # dimension again.
         merged = {k: torch.cat([m[k] for m in micro_batches]) for k in micro_batches[0]}
         tokens = merged.pop("tokens")
         losses: list[Tensor] = []
         kwargs: dict[str, Any] = dict(merged)
         if self.has_last:
+            # Torch calls the loss function only where it is given targets; ours needs none.
             kwargs |= {"target": torch.zeros(count), "losses": losses}
+        # Only the first stage takes tokens; the others receive their input.
         args = (tokens,) if 0 in self.indices else ()
         self._schedules[count].step(*args, return_outputs=False, **kwargs)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device)
         for loss in losses:
             total += loss.detach()
+        # The losses were multiplied for the backward; what is reported is not.
         return total / loss_scale
 
     def _train_alone(
@@ -164,6 +172,7 @@ class PipelineRunner:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device)
         for index, micro_batch in enumerate(micro_batches):
             begin_micro_batch(module, index == len(micro_batches) - 1, keep)
+            # [b, s] -> [1], the sum over tokens
             loss = module(micro_batch["tokens"], **_rest(micro_batch)).sum()
             (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
             total += loss.detach()
@@ -176,6 +185,7 @@ class PipelineRunner:
         example = torch.empty(
             self.boundary, dtype=self.boundary_dtype, device="meta", requires_grad=True
         )
+        # [b, 1]: the schedule looks at the batch alone
         tokens = torch.empty(self.boundary[1], 1, dtype=torch.int64, device="meta")
         loss = torch.empty(1, dtype=torch.float32, device="meta", requires_grad=True)
         stages = []
@@ -193,11 +203,13 @@ class PipelineRunner:
             )
             stage.mesh, stage.boundary_dtype = self.mesh, self.boundary_dtype
             stages.append(stage)
+        # These take one stage a rank, the others a list of them.
         single = self.schedule in ("1f1b", "gpipe")
         return SCHEDULES[self.schedule](
             stages[0] if single else stages,
             n_microbatches=num_microbatches,
             loss_fn=_scaled_identity(lambda: self.loss_scale),
+            # Gradients are divided once, by tokens, after all reductions.
             scale_grads=False,
         )
 
@@ -229,6 +241,7 @@ class PipelineRunner:
             if index == 0:
                 x = micro_batch["tokens"]
             elif owner[index - 1] == rank:
+                # Zbv folds the stages: neighbours may be on this very rank, and nothing travels.
                 x = kept.pop((index - 1, number))
             else:
                 x = self._receive(owner[index - 1])
@@ -238,6 +251,7 @@ class PipelineRunner:
             elif owner[index + 1] == rank:
                 kept[index, number] = y
             else:
+                # The tensor is kept beside its work: gloo reads it until the peer has taken it.
                 pending.append((self._send(y, owner[index + 1], index), y))
         for work, _ in pending:
             if work is not None:

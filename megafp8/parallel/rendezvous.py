@@ -65,7 +65,7 @@ class Rendezvous:
                 no store.
         """
         self._resolve(stop)
-        holds = self.rank == 0 and not self.held
+        holds = self.rank == 0 and not self.held  # torchrun's agent holds the store already
         if not holds:
             self._wait_for_holder(stop)
         try:
@@ -75,6 +75,8 @@ class Rendezvous:
                 self.size,
                 is_master=holds,
                 timeout=_ANSWER,
+                # Torch would wait here in silence; `Meeting` counts the ranks and says who is
+                # missing.
                 wait_for_workers=False,
                 multi_tenant=holds,
             )
@@ -112,4 +114,5 @@ class Rendezvous:
                 self.trouble = f"nobody answers there yet ({error.strerror or error})"
             if stop.wait(pause):
                 raise LaunchError(f"MASTER_ADDR {self.address}: {self.trouble}")
+            # Thousands of ranks ask at once: they back off to a second each.
             pause = min(2 * pause, 1.0)

@@ -22,6 +22,7 @@ def stream_seed(*parts: int | str) -> int:
 
 def dropout_mask(shape: torch.Size, p: float, seed: int, device: torch.device) -> Tensor:
     """A bool mask of `shape`, True (keep) with probability 1 - p, from its own generator."""
+    # A generator of its own: the mask does not depend on what was drawn before.
     generator = torch.Generator(device=device).manual_seed(seed)
     return torch.rand(shape, generator=generator, device=device) >= p
 
@@ -29,6 +30,7 @@ def dropout_mask(shape: torch.Size, p: float, seed: int, device: torch.device) -
 @contextmanager
 def default_generator_seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the default generator inside, restore it after: for SDPA, which takes no generator."""
+    # Fork_rng keeps the CPU's state in any case, and all GPUs' unless told which.
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

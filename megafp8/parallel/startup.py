@@ -117,6 +117,7 @@ def start(
     if world_size == 1:
         dist.init_process_group(
             name,
+            # In memory: a single process needs no port, and two of them on a host do not collide.
             store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
             rank=0,
             world_size=1,
@@ -126,6 +127,7 @@ def start(
         watch = watch or watch_over(rank, world_size)
         store = watch.meet(timeout, max(timeout, MEETING_LIMIT))
         store.set_timeout(timeout)  # the limit of the watch's own connection stays short
+        # Told by others when this rank hangs there, which torch does in silence.
         watch.place = "the creation of the process group"
         dist.init_process_group(
             name,
@@ -133,6 +135,7 @@ def start(
             rank=rank,
             world_size=world_size,
             timeout=timeout,
+            # NCCL then makes its communicator at once, and not inside the first step.
             device_id=device if name == "nccl" else None,
         )
     return World(rank, world_size, local_rank, device, name, timeout)

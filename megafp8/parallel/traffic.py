@@ -64,6 +64,7 @@ class Traffic:
 
     def reduced(self, kind: str, tensor: Tensor, size: int) -> None:
         """One all-reduce of `tensor` over `size` ranks."""
+        # A ring all-reduce is a reduce-scatter and an all-gather, (n - 1)/n of the tensor each.
         sent = 2 * tensor.numel() * tensor.element_size() * (size - 1) // size
         self._add(kind, tensor.dtype, sent)
 
@@ -94,11 +95,14 @@ def summarize(per_rank: Tensor) -> tuple[dict[str, dict[str, int]], dict[str, in
         only entries that occurred.
     """
     split = len(KINDS) * len(DTYPES)
+    # [ranks, kinds * dtypes] -> bytes of the whole job by kind and dtype
     sums = per_rank[:, :split].sum(0).tolist()
+    # Stages differ in their calls: the largest number is that of the busiest rank.
     calls = per_rank[:, split:].max(0).values.tolist()
     comm_bytes: dict[str, dict[str, int]] = {}
     for index, value in enumerate(sums):
         if value:
+            # row-major, as `drain` wrote it
             kind, dtype = KINDS[index // len(DTYPES)], DTYPES[index % len(DTYPES)]
             comm_bytes.setdefault(kind, {})[dtype_name(dtype)] = value
     return comm_bytes, {kind: n for kind, n in zip(KINDS, calls, strict=True) if n}

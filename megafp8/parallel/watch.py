@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -24,8 +25,9 @@ import torch.distributed as dist
 from megafp8.errors import LaunchError, MeetingError, MegaFP8Error, PeerError, StoppedBySignal
 from megafp8.log import get_logger
 from megafp8.parallel.broken import broken_collective, collective_of, waited_in_vain
-from megafp8.parallel.meeting import PLACE, Meeting
+from megafp8.parallel.meeting import PLACE, Meeting, gave_up
 from megafp8.parallel.rendezvous import Rendezvous
+from megafp8.parallel.signs import SignsOfLife
 
 log = get_logger(__name__)
 
@@ -62,7 +64,7 @@ class Watch:
         rendezvous: Rendezvous | None = None,
         asked: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.rank, self.size, self.beat, self.silence = rank, size, beat, silence
+        self.rank, self.size, self.beat = rank, size, beat
         self.place = "set-up"
         self.setting_up = rendezvous is not None
         self._rendezvous, self._asked = rendezvous, asked
@@ -72,8 +74,7 @@ class Watch:
         self._store: Any = None
         self._opened = threading.Event()  # or it is known why the store cannot be
         self._trouble: MegaFP8Error | None = None
-        self._seen: dict[int, tuple[str, float]] = {}
-        self._called: set[int] = set()
+        self._life = SignsOfLife(rank, silence)
         self._failed = ""  # what a rank published before it left: "rank place: reason"
         self._heard = math.inf  # when that was heard of, as long as nothing is told of it
         self._ended_by = 0  # the signal that made it leave, where one did before the run had begun
@@ -121,9 +122,9 @@ class Watch:
             if not self._rendezvous.resolved and time.monotonic() > began + _RESOLVES:
                 raise LaunchError(self._rendezvous.unresolved)
             if self._meeting.quiet(began, timeout.total_seconds()):
-                raise MeetingError(_gave_up(waits, timeout, "no sign of life"), speaks)
+                raise MeetingError(gave_up(waits, timeout, "no sign of life"), speaks)
             if self._meeting.counts() and time.monotonic() > began + late.total_seconds():
-                raise MeetingError(_gave_up(waits, late, "alive, but not here"), speaks)
+                raise MeetingError(gave_up(waits, late, "alive, but not here"), speaks)
             if time.monotonic() > word and speaks:
                 log.log(logging.WARNING if self.rank == 0 else logging.ERROR, "%s", waits)
                 word = time.monotonic() + _NEXT_WORDS
@@ -201,14 +202,17 @@ class Watch:
             if self.setting_up and (self._left_word or self._ended_by):
                 continue  # a signal ends all ranks: the store may go at any moment
             try:
-                self._store.set(f"life_{self.rank}", f"{count} {self.place}")
+                self._life.leave(self._store, count, self.place)
                 self._leave_word_of_signal()
                 self._hear()
                 self._point_out()
                 if meeting and self._meeting is not None:
-                    self._meeting.look(self._store, self._signs)
+                    self._meeting.look(self._store, partial(self._life.of, self._store))
+                # Every fifth beat: a store of thousands of ranks has other things to do.
                 elif count % 5 == 0:
-                    self._look(watched if self.rank == 0 else watched[:1])
+                    self._life.call_silent(
+                        self._store, watched if self.rank == 0 else watched[:1], self.place
+                    )
             except RuntimeError:  # DistError: every failure of the store
                 # It is gone, and with it the run; the main thread will notice, but where it meets.
                 self._trouble = self._trouble or self._store_is_gone()
@@ -234,6 +238,7 @@ class Watch:
     def _hear(self) -> None:
         """Find out whether a rank has failed, and follow one that a signal ended in its set-up."""
         published = self._store.get("failed") if self._store.check(["failed"]) else b""
+        # "signal rank place: reason", signal 0 for none
         number, _, failed = published.decode().partition(" ")
         if failed and failed != self._failed:
             self._store.set(f"heard_{self.rank}", "")
@@ -257,6 +262,7 @@ class Watch:
         number = self._asked() if self.setting_up and not self._leaving else 0
         if number and self._asked_before and not self._left_word:
             word = f"{number} {self.rank} {self.place}: {_name(number)}"
+            # Two ranks may be signalled at once: the first word stands, on all of them.
             self._left_word = self._store.compare_set("failed", "", word).decode() == word
         self._asked_before = bool(number)
 
@@ -281,32 +287,6 @@ class Watch:
     def _speaks(self, culprits: set[int]) -> bool:
         """Whether this rank is the one that tells, the lowest of those that are not to blame."""
         return self.rank == min(rank for rank in range(self.size) if rank not in culprits)
-
-    def _look(self, ranks: list[int]) -> None:
-        """Tell of ranks that have been silent for long; a collective with them may hang."""
-        now = time.monotonic()
-        for rank, sign in self._signs(ranks).items():
-            former, since = self._seen.setdefault(rank, (sign, now))
-            if sign != former:
-                self._seen[rank] = (sign, now)
-                self._called.discard(rank)
-            elif now - since > self.silence and rank not in self._called:
-                self._called.add(rank)
-                log.error(
-                    "rank %d has given no sign of life for %.0f s (it was at %s): stopped, killed "
-                    "or cut off; this rank is at %s",
-                    rank,
-                    now - since,
-                    sign.partition(" ")[2] or "set-up",
-                    self.place,
-                )
-
-    def _signs(self, ranks: list[int]) -> dict[int, str]:
-        keys = [f"life_{rank}" for rank in ranks]
-        present = [rank for rank, key in zip(ranks, keys, strict=True) if self._store.check([key])]
-        values = self._store.multi_get([f"life_{rank}" for rank in present]) if present else []
-        signs = {rank: value.decode() for rank, value in zip(present, values, strict=True)}
-        return {rank: signs.get(rank, "") for rank in ranks}
 
     # ------------------------------------------------------------------------------ failures
 
@@ -362,20 +342,22 @@ class Watch:
         others = [rank for rank in range(self.size) if rank != self.rank]
         if waited_in_vain(error):
             self._ask(lambda: self._store.set(f"waited_{self.rank}", ""))
-        before = self._ask(lambda: self._signs(others))
+        before = self._ask(lambda: self._life.of(self._store, others))
         limit = time.monotonic() + 3.5 * self.beat
         while before is not None and not self._failed and time.monotonic() < limit:
             self._ask(self._hear)
             time.sleep(0.0 if self._failed else 0.2)
         if self._failed:
             return self._others_failure(where)
-        after = None if before is None else self._ask(lambda: self._signs(others))
+        after = None if before is None else self._ask(lambda: self._life.of(self._store, others))
         if before is None or after is None:
             return PeerError(
                 f"rank 0, or the launcher that holds the rendezvous store, does not answer: "
                 f"stopped, killed or cut off; {where}",
                 self.rank == 1,
             )
+        # A living rank counts its beats: a sign that stood still for 3.5 of them is no rank's that
+        # lives.
         silent = [rank for rank in others if after[rank] == before[rank]]
         everyone = range(self.size)
         waited = self._ask(lambda: [r for r in everyone if self._store.check([f"waited_{r}"])])
@@ -406,6 +388,7 @@ class Watch:
             except RuntimeError as error:  # DistError: every failure of the store
                 log.debug("the rendezvous store is gone: %s", error)
 
+        # A question to a stopped store never returns; the thread that asked it is left behind.
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(3.0 * self.beat)
@@ -414,10 +397,3 @@ class Watch:
 
 def _name(number: int) -> str:
     return signal.Signals(number).name
-
-
-def _gave_up(waits: str, limit: timedelta, reason: str) -> str:
-    return (
-        f"{waits}: {reason} for {limit.total_seconds():g} s; look at what the missing ranks "
-        "printed, or give more --distributed-timeout-minutes"
-    )

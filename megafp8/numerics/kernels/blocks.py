@@ -63,6 +63,7 @@ def _block_kernel(
     y = to_fp32(
         tl.load(x + rows[:, None] * stride_m + cols[None, :] * stride_k, mask=inside, other=0.0)
     )
+    # [BM/R, R, BK/C, C]; tiles are whole blocks, so no block has two programs.
     blocks = tl.reshape(magnitude_bits(y), (BM // R, R, BK // C, C))
     bits = tl.max(tl.max(blocks, 3), 1)
     tl.atomic_max(amax, tl.max(bits), sem="relaxed")
@@ -74,9 +75,11 @@ def _block_kernel(
     across = tl.cdiv(k, BK)
     block_rows = (tl.program_id(0) // across) * (BM // R) + tl.arange(0, BM // R)
     block_cols = (tl.program_id(0) % across) * (BK // C) + tl.arange(0, BK // C)
+    # The grid ends where the last block begins inside of the tensor.
     there = (block_rows * R < m)[:, None] & (block_cols * C < k)[None, :]
     at = grid + block_rows[:, None].to(tl.int64) * grid_columns + block_cols[None, :]
     tl.store(at, inverse, mask=there)
+    # Each block's scale to its R x C elements, back in the order of the tile.
     spread = tl.broadcast_to(tl.reshape(scale, (BM // R, 1, BK // C, 1)), (BM // R, R, BK // C, C))
     q = to_codes(y * tl.reshape(spread, (BM, BK)), E5M2)
     if CODES:

@@ -30,8 +30,10 @@ LAUNCH = {"enable_fp_fusion": False, "num_warps": 8}
 @triton.jit
 def tile_of(m: tl.tensor, k: tl.tensor, BM: tl.constexpr, BK: tl.constexpr) -> tuple:
     """Return this program's row numbers, column numbers (int64) and what is inside [m, k]."""
+    # Programs go along rows of tiles, so that neighbours share cache lines of x.
     across = tl.cdiv(k, BK)
     program = tl.program_id(0)
+    # int64: an activation may have more than 2**31 elements.
     rows = (program // across).to(tl.int64) * BM + tl.arange(0, BM)
     cols = (program % across).to(tl.int64) * BK + tl.arange(0, BK)
     return rows, cols, (rows < m)[:, None] & (cols < k)[None, :]
@@ -53,6 +55,7 @@ def put_codes(
     TRANSPOSED: tl.constexpr,
 ) -> None:
     """Scale a tile of fp32 values, cast it and store it once or twice."""
+    # Cast once, stored as it lies and transposed: the second copy costs a write, no read.
     q = to_codes(y * scale, E5M2)
     if CODES:
         tl.store(codes + rows[:, None] * k + cols[None, :], q, mask=inside)
@@ -64,7 +67,8 @@ def put_codes(
 def put_amax(y: tl.tensor, amax: tl.tensor, DROP_NAN: tl.constexpr) -> None:
     """Take the maximum of |y| and what is there; bits of |y| as uint32 let NaN win."""
     if DROP_NAN:
-        y = tl.where(y == y, y, 0.0)
+        y = tl.where(y == y, y, 0.0)  # only NaN differs from itself
+    # Relaxed: a maximum does not depend on the order in which programs bring theirs.
     tl.atomic_max(amax, tl.max(magnitude_bits(y)), sem="relaxed")
 
 
@@ -120,6 +124,7 @@ def cast(
             scale,
             bytes_of(out, scale),
             bytes_of(out_t, scale),
+            # A pointer is wanted in any case; with AMAX false no one follows it.
             scale if amax is None else amax.view(torch.uint32),
             m,
             k,

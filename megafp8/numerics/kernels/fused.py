@@ -44,6 +44,7 @@ def _swiglu_kernel(
     gate = to_fp32(tl.load(at, mask=inside, other=0.0))
     up = to_fp32(tl.load(at + k, mask=inside, other=0.0))
     silu = round_like(gate / (1.0 + tl.exp(-gate)), x.dtype.element_ty)
+    # Rounded twice, as silu and the product round when they are separate operations.
     y = round_like(silu * up, x.dtype.element_ty)
     if AMAX:
         put_amax(y, amax, DROP_NAN)
@@ -66,12 +67,14 @@ def _dswiglu_kernel(
     silu = round_like(gate / (1.0 + tl.exp(-gate)), x.dtype.element_ty)
     dup = round_like(dy * silu, x.dtype.element_ty)
     dsilu = round_like(dy * up, x.dtype.element_ty)
+    # d silu(g)/dg = s (1 + g (1 - s)) with s = sigmoid(g)
     dgate = dsilu * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     dgate = round_like(dgate, x.dtype.element_ty)
     if AMAX:
         put_amax(dgate, amax, DROP_NAN)
         put_amax(dup, amax, DROP_NAN)
     factor = tl.load(scale)
+    # The gradient is [dgate, dup] [m, 2k]: both halves go into one tensor with one scale.
     whole = 2 * k
     put_codes(
         dgate, factor, codes, transposed, rows, cols, inside, m, whole, E5M2, CODES, TRANSPOSED
@@ -99,7 +102,7 @@ def _row_statistics_kernel(
     for start in range(0, k, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         y = to_fp32(tl.load(at + cols, mask=cols < k, other=0.0)) - center
-        y = tl.where(cols < k, y, 0.0)
+        y = tl.where(cols < k, y, 0.0)  # beyond the row 0 - center is not 0
         squares += y * y
     tl.store(rstd + row, 1.0 / tl.sqrt(tl.sum(squares) / k + epsilon))
 
@@ -121,6 +124,7 @@ def _normalize_kernel(
         y = y * inverse[:, None] * w[None, :] + b[None, :]
     else:
         y = y * inverse[:, None] * w[None, :]
+    # A bias would leave something outside of [m, k], which must not reach the amax.
     y = tl.where(inside, round_like(y, x.dtype.element_ty), 0.0)
     if AMAX:
         put_amax(y, amax, DROP_NAN)

@@ -39,6 +39,7 @@ def round_like(y: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """Round fp32 to what bf16, fp16 or fp32 can hold (nearest, ties to even), still as fp32."""
     if DTYPE == tl.bfloat16:
         bits = y.to(tl.uint32, bitcast=True)
+        # Half a bf16 step less one, plus the last kept bit: ties go to the even neighbour.
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         return tl.where(y == y, rounded.to(tl.float32, bitcast=True), y)
     if DTYPE == tl.float16:
@@ -60,6 +61,7 @@ def to_codes(y: tl.tensor, E5M2: tl.constexpr) -> tl.tensor:
     magnitude = magnitude_bits(y).to(tl.float32, bitcast=True)
     magnitude = tl.where(magnitude > MAX, MAX, magnitude)  # NaN is not above MAX
     exponent = tl.maximum(magnitude.to(tl.int32, bitcast=True) >> 23, LOWEST)
+    # 2**23 quanta: fp32 has no bits below one quantum there
     quanta = ((exponent + (23 - MANTISSA)) << 23).to(tl.float32, bitcast=True)
     exact = (magnitude + quanta) - quanta
     exact = tl.where(y == y, exact, 0.0)  # what a cast makes of NaN differs between devices

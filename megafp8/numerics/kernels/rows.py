@@ -41,6 +41,8 @@ def _amax_kernel(
     at = x + rows[:, None] * stride_m + cols[None, :] * stride_k
     bits = magnitude_bits(to_fp32(tl.load(at, mask=inside, other=0.0)))
     if ROWS:
+        # Several programs share a row: the first read must end before any cast begins, hence two
+        # kernels.
         tl.atomic_max(row_amax + rows, tl.max(bits, 1), mask=rows < m, sem="relaxed")
     if COLUMNS:
         tl.atomic_max(column_amax + cols, tl.max(bits, 0), mask=cols < k, sem="relaxed")
