@@ -7,7 +7,7 @@ from megafp8.checkpoint.rank_scales import LOCAL_PREFIX
 from megafp8.checkpoint.record import TensorEntry
 from megafp8.checkpoint.streaming import Box, Holding
 from megafp8.config import Layout, ModelShape
-from megafp8.config.layout import RankCoordinates
+from megafp8.config.layout import Place
 from megafp8.config.shape import OUTPUT, ParameterSpec
 from megafp8.errors import CheckpointError
 
@@ -40,7 +40,7 @@ def plan_holdings(
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
         holding: dict[str, Box | None] = {}
-        for stage in layout.stage_indices(place.pp_rank):
+        for stage in layout.stage_indices(place["pp"]):
             for name, spec in by_stage[stage].items():
                 holding[name] = _part(name, entries[name], spec, layout, place)
         holdings.append(holding)
@@ -82,15 +82,15 @@ def _part(
     entry: TensorEntry,
     spec: ParameterSpec | None,
     layout: Layout,
-    place: RankCoordinates,
+    place: Place,
 ) -> Box | None:
     if name.startswith(LOCAL_PREFIX):
-        dp_rank, rest = place.replica * layout.fsdp + place.shard, entry.shape[2:]
-        return Box((dp_rank, place.tp_rank, *(0 for _ in rest)), (1, 1, *rest))
+        rest = entry.shape[2:]
+        return Box((*layout.scale_place(place), *(0 for _ in rest)), (1, 1, *rest))
     return None if spec is None else parameter_box(spec, layout, place)
 
 
-def parameter_box(spec: ParameterSpec, layout: Layout, place: RankCoordinates) -> Box:
+def parameter_box(spec: ParameterSpec, layout: Layout, place: Place) -> Box:
     """Return a rank's part of a parameter: split over tp, then over fsdp, as `torch.chunk` does."""
     offsets, sizes = [0] * len(spec.shape), list(spec.shape)
     splits = [(spec.tp_dim, layout.tp, place.tp_rank), (spec.fsdp_dim, layout.fsdp, place.shard)]

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from megafp8.config.axes import smallest_world
 from megafp8.config.base import Section
 from megafp8.config.checks import problems
 from megafp8.config.data import DataConfig
@@ -93,9 +94,7 @@ class RunConfig(Section):
     @property
     def smallest_world_size(self) -> int:
         """Fewest processes that the degrees of parallelism allow."""
-        parallel = self.parallel
-        degrees = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-        return degrees * parallel.context_parallel_size * (parallel.fsdp_size or 1)
+        return smallest_world(self.parallel)
 
     @property
     def known_vocab_size(self) -> int | None:

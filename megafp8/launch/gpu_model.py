@@ -90,21 +90,7 @@ class Sizes:
 
 def single_layout() -> Layout:
     """The layout of one rank, with parameters kept gathered."""
-    return Layout(
-        world_size=1,
-        tp=1,
-        pp=1,
-        cp=1,
-        dp=1,
-        fsdp=1,
-        replicate=1,
-        vp=1,
-        num_stages=1,
-        layers_per_stage=1,
-        reshard_after_forward=False,
-        sequence_parallel=False,
-        schedule="1f1b",
-    )
+    return Layout(layers_per_stage=1)
 
 
 def model_shape(sizes: Sizes) -> ModelShape:
