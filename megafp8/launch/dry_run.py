@@ -118,7 +118,6 @@ class _StageSizes:
         specs = {stage: shape.stage_parameters(layout, stage) for stage in {0, min(1, last), last}}
         inner = [spec for spec in specs[min(1, last)] if spec.layer is not None]
         self.specs = {stage: specs.get(stage, inner) for stage in range(layout.num_stages)}
-        self.tied_stage = last if shape.tied and last > 0 else None
 
     def full(self, stage: int) -> int:
         return sum(self._local(spec) for spec in self.specs[stage])
@@ -128,9 +127,7 @@ class _StageSizes:
         return sum(spec.shard_numel(layout.tp, layout.fsdp) for spec in self.specs[stage])
 
     def tied_copy(self, stage: int) -> int:
-        if stage != self.tied_stage:
-            return 0
-        return sum(self._local(spec) for spec in self.specs[stage] if spec.kind == "output")
+        return sum(self._local(spec) for spec in self.specs[stage] if spec.copy_of is not None)
 
     def _local(self, spec: ParameterSpec) -> int:
         return spec.shard_numel(self.layout.tp, 1)

@@ -235,9 +235,8 @@ class LightTraining:
         layout = mesh.layout
         assert layout.layers_per_stage == sizes.layers, "the mesh is of another depth"
 
-        def shard(module: nn.Module, kind: str) -> None:
-            dims = {p: 2 for p in module.parameters() if p.dim() == 3}
-            shard_module(module, mesh, kind, torch.bfloat16, dims)
+        def shard(module: nn.Module, prefix: str, kind: str) -> None:
+            shard_module(module, prefix, context.factory.specs, mesh, kind, torch.bfloat16)
             if fp32_wgrad:
                 take_fp32_gradients(module)
 
