@@ -280,6 +280,11 @@ def chunks_per_rank(model: ModelConfig, parallel: ParallelConfig) -> int:
     return chunks
 
 
+def full_batch_size(training: TrainingConfig, dp: int) -> int:
+    """Return the samples of an update, after a ramp; by default a micro-batch on each dp rank."""
+    return training.global_batch_size or training.micro_batch_size * dp
+
+
 def ramp_sizes(training: TrainingConfig) -> range | None:
     """Return the batch sizes of the ramp-up, smallest first; None without one."""
     if training.rampup_batch_size is None or training.global_batch_size is None:
@@ -304,7 +309,7 @@ def _fsdp_size(parallel: ParallelConfig, dp: int) -> int:
 
 def _check_batches(training: TrainingConfig, layout: Layout) -> None:
     micro, unit = training.micro_batch_size, training.micro_batch_size * layout.dp
-    size = training.global_batch_size or unit
+    size = full_batch_size(training, layout.dp)
     uneven = layout.uneven(size, micro)
     if uneven is not None:
         other = "" if size % layout.dp else ", or another --micro-batch-size"

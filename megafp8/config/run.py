@@ -11,7 +11,7 @@ from megafp8.config.axes import smallest_world
 from megafp8.config.base import Section
 from megafp8.config.checks import problems
 from megafp8.config.data import DataConfig
-from megafp8.config.layout import Layout, build_layout
+from megafp8.config.layout import Layout, build_layout, full_batch_size
 from megafp8.config.messages import sentence
 from megafp8.config.model import ModelConfig
 from megafp8.config.optimizer import OptimizerConfig
@@ -81,13 +81,12 @@ class RunConfig(Section):
     def resolved(self, world_size: int) -> RunConfig:
         """Return this configuration with the default that depends on the world size filled in.
 
-        `global_batch_size` without a value is micro_batch_size * data-parallel size; everything
-        after the launcher reads it as a number.
+        Everything after the launcher reads `global_batch_size` as a number.
         """
         layout = self.layout(world_size)
         if self.training.global_batch_size is not None:
             return self
-        size = self.training.micro_batch_size * layout.dp
+        size = full_batch_size(self.training, layout.dp)
         training = self.training.model_copy(update={"global_batch_size": size})
         return self.model_copy(update={"training": training})
 
