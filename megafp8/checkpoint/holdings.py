@@ -7,8 +7,8 @@ from megafp8.checkpoint.rank_scales import LOCAL_PREFIX
 from megafp8.checkpoint.record import TensorEntry
 from megafp8.checkpoint.streaming import Box, Holding
 from megafp8.config import Layout, ModelShape
-from megafp8.config.layout import RankCoordinates
-from megafp8.config.shape import OUTPUT, ParameterSpec
+from megafp8.config.layout import Place
+from megafp8.config.shape import ParameterSpec
 from megafp8.errors import CheckpointError
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -40,7 +40,7 @@ def plan_holdings(
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
         holding: dict[str, Box | None] = {}
-        for stage in layout.stage_indices(place.pp_rank):
+        for stage in layout.stage_indices(place["pp"]):
             for name, spec in by_stage[stage].items():
                 holding[name] = _part(name, entries[name], spec, layout, place)
         holdings.append(holding)
@@ -55,9 +55,8 @@ def _stage_specs(
     stage: int,
 ) -> dict[str, ParameterSpec | None]:
     """Return the names that a stage saves, each with the parameter that it is split as, if any."""
-    own = {spec.name for spec in shape.stage_parameters(layout, stage)}
-    if shape.tied:
-        own.discard(OUTPUT)  # the copy of a tied embedding has no entry of its own
+    held = shape.stage_parameters(layout, stage)
+    own = {spec.name for spec in held if spec.copy_of is None}
     layers = layout.stage_layers(stage)
     chosen: dict[str, ParameterSpec | None] = {}
     for name, entry in sorted(entries.items()):
@@ -82,23 +81,20 @@ def _part(
     entry: TensorEntry,
     spec: ParameterSpec | None,
     layout: Layout,
-    place: RankCoordinates,
+    place: Place,
 ) -> Box | None:
     if name.startswith(LOCAL_PREFIX):
-        dp_rank, rest = place.replica * layout.fsdp + place.shard, entry.shape[2:]
-        return Box((dp_rank, place.tp_rank, *(0 for _ in rest)), (1, 1, *rest))
+        rest = entry.shape[2:]
+        return Box((*layout.scale_place(place), *(0 for _ in rest)), (1, 1, *rest))
     return None if spec is None else parameter_box(spec, layout, place)
 
 
-def parameter_box(spec: ParameterSpec, layout: Layout, place: RankCoordinates) -> Box:
-    """Return a rank's part of a parameter: split over tp, then over fsdp, as `torch.chunk` does."""
+def parameter_box(spec: ParameterSpec, layout: Layout, place: Place) -> Box:
+    """Return a rank's part of a parameter: split axis after axis, as `torch.chunk` does."""
     offsets, sizes = [0] * len(spec.shape), list(spec.shape)
-    splits = [(spec.tp_dim, layout.tp, place.tp_rank), (spec.fsdp_dim, layout.fsdp, place.shard)]
-    for dim, parts, index in splits:
-        if dim is None:
-            continue
-        length = -(-sizes[dim] // parts)
-        start = min(index * length, sizes[dim])
+    for axis, dim in spec.splits.items():
+        length = -(-sizes[dim] // layout.size(axis))
+        start = min(place[axis] * length, sizes[dim])
         offsets[dim] += start
         sizes[dim] = min(length, sizes[dim] - start)
     return Box(tuple(offsets), tuple(sizes))

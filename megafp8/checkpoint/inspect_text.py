@@ -11,6 +11,7 @@ from rich.text import Text
 from megafp8.checkpoint.inspect import Inspection, ScaleRow, TensorChange
 from megafp8.checkpoint.record import CheckpointRecord
 from megafp8.checkpoint.values import summary
+from megafp8.config.axes import DEGREES
 
 # Eight block heights from U+2581 on, and what stands for them where only ASCII can be shown.
 _BLOCKS = "".join(chr(0x2581 + level) for level in range(8))
@@ -38,8 +39,7 @@ def inspection_text(found: Inspection, ascii_only: bool = False) -> RenderableTy
 def _header(found: Inspection) -> Table:
     record, layout = found.record, found.record.layout
     grid = Table.grid(padding=(0, 2))
-    known = ("tp", "pp", "vp", "fsdp", "replicate")
-    sizes = " x ".join(f"{name} {layout[name]}" for name in known if name in layout)
+    sizes = " x ".join(f"{name} {layout[name]}" for name in DEGREES if name in layout)
     rows = {
         "checkpoint": str(found.directory),
         "iteration": str(record.iteration),

@@ -89,7 +89,7 @@ def describe_ranks(before: tuple[int, ...], layout: Layout, reduced: bool) -> st
         layout: of the run that loads.
         reduced: its ranks share their scales.
     """
-    dp, tp = (1, 1) if reduced else (layout.dp, layout.tp)
+    dp, tp = (1, 1) if reduced else layout.scale_ranks
     how = describe_move("amax_history", before, dp, tp)
     if how == "kept":
         return "each rank keeps its own" if not reduced else "those of the only rank"

@@ -29,6 +29,7 @@ from megafp8.checkpoint.scale_checks import RankState
 from megafp8.checkpoint.streaming import TensorReader, bytes_of, crc32_of_tensor
 from megafp8.checkpoint.values import flaw, summary
 from megafp8.config import Layout, ModelShape, RunConfig
+from megafp8.config.axes import smallest_world
 from megafp8.config.layout import build_layout, shard_problem
 from megafp8.errors import CheckpointError, ConfigurationError
 from megafp8.log import get_logger
@@ -62,8 +63,7 @@ class TargetLayout:
     @property
     def world_size(self) -> int:
         """Ranks of the layout."""
-        degrees = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
-        return degrees * self.fsdp_size * self.replicate_size
+        return smallest_world(self)
 
 
 @dataclass(frozen=True)
@@ -125,21 +125,17 @@ def layout_fields(layout: Layout) -> dict[str, Any]:
     """Return a layout as `megafp8.json` holds it."""
     return {
         "world_size": layout.world_size,
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "vp": layout.vp,
-        "fsdp": layout.fsdp,
-        "replicate": layout.replicate,
+        **layout.degrees,
         "pipeline_schedule": layout.schedule,
     }
 
 
 def describe_layout(layout: Layout) -> str:
     """Return a layout as words."""
-    return (
-        f"{layout.world_size} ranks: tp {layout.tp} x pp {layout.pp} (vp {layout.vp}) x fsdp "
-        f"{layout.fsdp} x replicate {layout.replicate}"
-    )
+    degrees = layout.degrees
+    chunks = f" (vp {degrees.pop('vp')})"
+    sizes = (f"{name} {size}{chunks if name == 'pp' else ''}" for name, size in degrees.items())
+    return f"{layout.world_size} ranks: {' x '.join(sizes)}"
 
 
 def reshard_checkpoint(load: Path, save: Path, target: TargetLayout) -> ReshardReport:
@@ -171,7 +167,7 @@ def _reshard(source: Path, root: Path, target: TargetLayout) -> ReshardReport:
     config, layout, notes = target_run(reader.record, target, source)
     shape = ModelShape.from_config(config, _vocab_size(reader.record, source))
     entries = {
-        name: local_entry(name, entry, layout.dp, layout.tp)
+        name: local_entry(name, entry, *layout.scale_ranks)
         for name, entry in reader.record.tensors.items()
     }
     holdings = plan_holdings(entries, shape, layout)
@@ -192,7 +188,7 @@ def _reshard(source: Path, root: Path, target: TargetLayout) -> ReshardReport:
         if found is not None:
             flaws[name] = f"{name} {found}"
         if name.startswith(LOCAL_PREFIX):
-            tensor = ranks.moved(name, tensor, layout.dp, layout.tp)
+            tensor = ranks.moved(name, tensor, *layout.scale_ranks)
         return tensor
 
     former = _named_by_latest(root)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megafp8.checkpoint.files import RECORD_NAME
 from megafp8.checkpoint.find import advice
@@ -25,6 +25,7 @@ from megafp8.checkpoint.rank_scales import (
     move_ranks,
 )
 from megafp8.checkpoint.record import CheckpointRecord
+from megafp8.config.axes import scale_axes
 from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
 from megafp8.numerics import Recipe, ScaleRegistry
@@ -65,12 +66,13 @@ def _local_name(name: str) -> str:
 
 def _as_part(value: Tensor, mesh: Mesh) -> DTensor:
     """One rank's tensor [...] as its part of the global [dp, tp, ...]."""
-    layout = mesh.layout
-    shape = torch.Size((layout.dp, layout.tp, *value.shape))
+    shape = torch.Size((*mesh.layout.scale_ranks, *value.shape))
+    dims = {axis: dim for dim in (0, 1) for axis in scale_axes(dim)}
+    names = mesh.stage_mesh.mesh_dim_names or ()
     return DTensor.from_local(
         value[None, None],
-        mesh.stage_mesh,  # replicate, fsdp, tp: the first two together are dp
-        [Shard(0), Shard(0), Shard(1)],
+        mesh.stage_mesh,
+        [Shard(dims[axis]) if axis in dims else Replicate() for axis in names],
         run_check=False,
         shape=shape,
         stride=torch.empty(shape, device="meta").stride(),
@@ -123,7 +125,6 @@ def scale_targets(
     if registry is None:
         return {}
     targets: dict[str, Tensor] = {}
-    layout = mesh.layout
     for name, value in registry.tensors().items():
         local = record.tensors.get(_local_name(name))
         _check_shapes(name, record, path)
@@ -131,7 +132,7 @@ def scale_targets(
             shared = record.tensors.get(name)
             shape = tuple(value.shape) if shared is None else shared.shape
             targets[name] = torch.zeros(shape, dtype=torch.float32)
-        elif not reduced and local.shape[:2] == (layout.dp, layout.tp):
+        elif not reduced and local.shape[:2] == mesh.layout.scale_ranks:
             # The same ranks: each reads its own part alone.
             part = torch.zeros(local.shape[2:], dtype=torch.float32, device=mesh.world.device)
             targets[_local_name(name)] = _as_part(part, mesh)
@@ -218,7 +219,7 @@ def _own(name: str, tensor: Tensor, mesh: Mesh, reduced: bool) -> Tensor:
     """Return what this rank takes from [dp, tp, ...] of the ranks that saved."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()[0, 0]
-    layout = mesh.layout
-    dp, tp = (1, 1) if reduced else (layout.dp, layout.tp)
-    moved = move_ranks(name, tensor, dp, tp)
-    return moved[0, 0] if reduced else moved[mesh.dp_rank, mesh.tp_rank]
+    if reduced:
+        return move_ranks(name, tensor, 1, 1)[0, 0]
+    moved = move_ranks(name, tensor, *mesh.layout.scale_ranks)
+    return moved[mesh.layout.scale_place(mesh.place)]

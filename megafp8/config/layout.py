@@ -1,14 +1,24 @@
 """The grid of ranks that a world size gives, and which layers each of them holds.
 
-Rank order: tensor parallel fastest, then FSDP, then its replicas, pipeline slowest:
-`rank = ((pp_rank * replicate + replica) * fsdp + shard) * tp + tp_rank`.
+The axes of the grid and their order are the table in `axes`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megafp8.config.axes import (
+    AXES,
+    DEGREES,
+    RANK_ORDER,
+    axes_of,
+    given_sizes,
+    product,
+    scale_axes,
+)
 from megafp8.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -16,50 +26,122 @@ if TYPE_CHECKING:
     from megafp8.config.parallel import ParallelConfig, Schedule
     from megafp8.config.training import TrainingConfig
 
-
-@dataclass(frozen=True)
-class RankCoordinates:
-    """Place of one rank in the grid."""
-
-    pp_rank: int
-    replica: int
-    shard: int
-    tp_rank: int
+# Place of a rank: its coordinate on each axis.
+Place = Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism that multiply to the world size.
+    """Sizes of the axes, which multiply to the world size, and what each pipeline rank holds.
 
     Attributes:
-        world_size: processes; tp * pp * cp * dp.
-        tp: ranks that split each linear.
-        pp: pipeline ranks.
-        cp: context-parallel ranks.
-        dp: data-parallel ranks; replicate * fsdp.
-        fsdp: ranks that shard parameters.
-        replicate: copies of each set of shards.
-        vp: model chunks (virtual stages) per pipeline rank.
-        num_stages: pp * vp.
         layers_per_stage: transformer blocks of each stage.
+        sizes: ranks along each axis; 1 for those that are left out.
+        vp: model chunks (virtual stages) per pipeline rank.
         reshard_after_forward: whether gathered parameters are freed after the forward pass.
         sequence_parallel: whether norms and dropout are split along the sequence.
         schedule: pipeline schedule.
     """
 
-    world_size: int
-    tp: int
-    pp: int
-    cp: int
-    dp: int
-    fsdp: int
-    replicate: int
-    vp: int
-    num_stages: int
     layers_per_stage: int
-    reshard_after_forward: bool
-    sequence_parallel: bool
-    schedule: Schedule
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    vp: int = 1
+    reshard_after_forward: bool = False
+    sequence_parallel: bool = False
+    schedule: Schedule = "1f1b"
+
+    @property
+    def tp(self) -> int:
+        """Ranks that split each linear."""
+        return self.size("tp")
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+        return self.size("pp")
+
+    @property
+    def cp(self) -> int:
+        """Context-parallel ranks."""
+        return self.size("cp")
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that shard parameters."""
+        return self.size("fsdp")
+
+    @property
+    def replicate(self) -> int:
+        """Copies of each set of shards."""
+        return self.size("replicate")
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks: those that split a batch."""
+        return self.count(axes_of("dp"))
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return self.count(RANK_ORDER)
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return self.pp * self.vp
+
+    @property
+    def grid(self) -> tuple[str, ...]:
+        """Axes along which ranks have groups, slowest first."""
+        alone = {axis.name for axis in AXES if axis.alone}
+        return tuple(name for name in RANK_ORDER if name in alone or self.size(name) > 1)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Sizes by name as texts and records give them: of the grid's axes, and `vp`."""
+        known = {name: self.size(name) for name in self.grid} | {"vp": self.vp}
+        return {name: known[name] for name in DEGREES if name in known}
+
+    @property
+    def scale_ranks(self) -> tuple[int, int]:
+        """Ranks of a stage as [dp, tp], in which scales of each rank's own are stored."""
+        return self.count(scale_axes(0)), self.count(scale_axes(1))
+
+    def size(self, axis: str) -> int:
+        """Return the ranks along an axis."""
+        return self.sizes.get(axis, 1)
+
+    def count(self, axes: Collection[str]) -> int:
+        """Return the ranks that differ in `axes` alone."""
+        return math.prod(self.size(axis) for axis in axes)
+
+    def coordinates(self, rank: int) -> Place:
+        """Return the place of a world rank."""
+        assert 0 <= rank < self.world_size
+        place = {}
+        for axis in reversed(RANK_ORDER):
+            rank, place[axis] = divmod(rank, self.size(axis))
+        return place
+
+    def index(self, place: Place, axes: Collection[str]) -> int:
+        """Return the number of a place among the ranks that differ in `axes` alone."""
+        number = 0
+        for axis in RANK_ORDER:
+            if axis in axes:
+                number = number * self.size(axis) + place[axis]
+        return number
+
+    def scale_place(self, place: Place) -> tuple[int, int]:
+        """Return where in [dp, tp] the scales of a rank are."""
+        return self.index(place, scale_axes(0)), self.index(place, scale_axes(1))
+
+    def groups(self, axes: Collection[str]) -> list[list[int]]:
+        """Return the ranks that differ in `axes` alone, one list per value of the others."""
+        others = [axis for axis in RANK_ORDER if axis not in axes]
+        found: dict[int, list[int]] = {}
+        for rank in range(self.world_size):
+            found.setdefault(self.index(self.coordinates(rank), others), []).append(rank)
+        return list(found.values())
 
     def stage_layers(self, stage_index: int) -> range:
         """Return the global numbers of the blocks of a stage."""
@@ -74,13 +156,15 @@ class Layout:
             return pp_rank, 2 * self.pp - 1 - pp_rank
         return tuple(pp_rank + chunk * self.pp for chunk in range(self.vp))
 
-    def coordinates(self, rank: int) -> RankCoordinates:
-        """Return the place of a world rank."""
-        assert 0 <= rank < self.world_size
-        rank, tp_rank = divmod(rank, self.tp)
-        rank, shard = divmod(rank, self.fsdp)
-        pp_rank, replica = divmod(rank, self.replicate)
-        return RankCoordinates(pp_rank, replica, shard, tp_rank)
+    def uneven(self, batch_size: int, micro_batch_size: int) -> str | None:
+        """Return why a batch does not split into whole micro-batches; None where it does."""
+        unit = micro_batch_size * self.dp
+        if batch_size > 0 and batch_size % unit == 0:
+            return None
+        return (
+            f"{batch_size} is not a multiple of --micro-batch-size {micro_batch_size} * data "
+            f"parallel {self.dp} = {unit}"
+        )
 
     def num_microbatches(self, global_batch_size: int, micro_batch_size: int) -> int:
         """Return the micro-batches of one data-parallel rank.
@@ -88,13 +172,10 @@ class Layout:
         Raises:
             ConfigurationError: The batch does not split evenly, or does not suit the schedule.
         """
-        unit = micro_batch_size * self.dp
-        if global_batch_size < unit or global_batch_size % unit:
-            raise ConfigurationError(
-                f"global batch size {global_batch_size} is not a multiple of --micro-batch-size "
-                f"{micro_batch_size} * data parallel {self.dp} = {unit}"
-            )
-        count = global_batch_size // unit
+        uneven = self.uneven(global_batch_size, micro_batch_size)
+        if uneven is not None:
+            raise ConfigurationError(f"global batch size {uneven}")
+        count = global_batch_size // (micro_batch_size * self.dp)
         equation = f"{global_batch_size} / ({micro_batch_size} * {self.dp}) = {count} micro-batches"
         if self.schedule == "interleaved" and count % self.pp:
             raise ConfigurationError(
@@ -117,13 +198,12 @@ def build_layout(
     Raises:
         ConfigurationError: With the equation that does not hold.
     """
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    cp = parallel.context_parallel_size
-    unit = tp * pp * cp
+    sizes = given_sizes(parallel)
+    unit = math.prod(sizes.values())
     if world_size < 1 or world_size % unit:
         start = f" (torchrun --nproc-per-node {unit})" if world_size == 1 else ""
         raise ConfigurationError(
-            f"world size {world_size} != tp {tp} * pp {pp} * cp {cp} * data parallel: "
+            f"world size {world_size} != {product(sizes)} * data parallel: "
             f"{world_size} is not a multiple of {unit}; start {unit} processes or a multiple"
             f"{start}, or lower these sizes"
         )
@@ -132,18 +212,11 @@ def build_layout(
     vp = chunks_per_rank(model, parallel)
     reshard = parallel.reshard_after_forward
     if reshard is None:
-        reshard = pp == 1 and not parallel.use_distributed_optimizer
+        reshard = sizes["pp"] == 1 and not parallel.use_distributed_optimizer
     layout = Layout(
-        world_size=world_size,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        dp=dp,
-        fsdp=fsdp,
-        replicate=dp // fsdp,
+        layers_per_stage=model.num_layers // (sizes["pp"] * vp),
+        sizes=sizes | {"fsdp": fsdp, "replicate": dp // fsdp},
         vp=vp,
-        num_stages=pp * vp,
-        layers_per_stage=model.num_layers // (pp * vp),
         reshard_after_forward=reshard,
         sequence_parallel=parallel.sequence_parallel,
         schedule=parallel.schedule,
@@ -207,6 +280,11 @@ def chunks_per_rank(model: ModelConfig, parallel: ParallelConfig) -> int:
     return chunks
 
 
+def full_batch_size(training: TrainingConfig, dp: int) -> int:
+    """Return the samples of an update, after a ramp; by default a micro-batch on each dp rank."""
+    return training.global_batch_size or training.micro_batch_size * dp
+
+
 def ramp_sizes(training: TrainingConfig) -> range | None:
     """Return the batch sizes of the ramp-up, smallest first; None without one."""
     if training.rampup_batch_size is None or training.global_batch_size is None:
@@ -230,20 +308,16 @@ def _fsdp_size(parallel: ParallelConfig, dp: int) -> int:
 
 
 def _check_batches(training: TrainingConfig, layout: Layout) -> None:
-    if training.global_batch_size is None:
-        layout.num_microbatches(training.micro_batch_size * layout.dp, training.micro_batch_size)
-        return
-    size, micro = training.global_batch_size, training.micro_batch_size
-    unit = micro * layout.dp
-    if size % unit:
+    micro, unit = training.micro_batch_size, training.micro_batch_size * layout.dp
+    size = full_batch_size(training, layout.dp)
+    uneven = layout.uneven(size, micro)
+    if uneven is not None:
         other = "" if size % layout.dp else ", or another --micro-batch-size"
         raise ConfigurationError(
-            f"--global-batch-size {size} is not a multiple of --micro-batch-size {micro} * data "
-            f"parallel {layout.dp} = {unit}; give {unit}, {2 * unit}, ...{other}"
+            f"--global-batch-size {uneven}; give {unit}, {2 * unit}, ...{other}"
         )
     layout.num_microbatches(size, micro)
-    sizes = ramp_sizes(training)
-    for size in sizes or ():
+    for size in ramp_sizes(training) or ():
         try:
             layout.num_microbatches(size, micro)
         except ConfigurationError as error:

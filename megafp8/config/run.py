@@ -7,10 +7,11 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from megafp8.config.axes import smallest_world
 from megafp8.config.base import Section
 from megafp8.config.checks import problems
 from megafp8.config.data import DataConfig
-from megafp8.config.layout import Layout, build_layout
+from megafp8.config.layout import Layout, build_layout, full_batch_size
 from megafp8.config.messages import sentence
 from megafp8.config.model import ModelConfig
 from megafp8.config.optimizer import OptimizerConfig
@@ -80,22 +81,19 @@ class RunConfig(Section):
     def resolved(self, world_size: int) -> RunConfig:
         """Return this configuration with the default that depends on the world size filled in.
 
-        `global_batch_size` without a value is micro_batch_size * data-parallel size; everything
-        after the launcher reads it as a number.
+        Everything after the launcher reads `global_batch_size` as a number.
         """
         layout = self.layout(world_size)
         if self.training.global_batch_size is not None:
             return self
-        size = self.training.micro_batch_size * layout.dp
+        size = full_batch_size(self.training, layout.dp)
         training = self.training.model_copy(update={"global_batch_size": size})
         return self.model_copy(update={"training": training})
 
     @property
     def smallest_world_size(self) -> int:
         """Fewest processes that the degrees of parallelism allow."""
-        parallel = self.parallel
-        degrees = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-        return degrees * parallel.context_parallel_size * (parallel.fsdp_size or 1)
+        return smallest_world(self.parallel)
 
     @property
     def known_vocab_size(self) -> int | None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from megafp8.config.layout import Layout
+from megafp8.config.axes import axes_of
+from megafp8.config.layout import Layout, Place
 from megafp8.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ class ParameterSpec:
         tp_dim: dimension that tensor parallelism splits; None if every rank holds all of it.
         layer: block it belongs to; None outside the blocks.
         kind: what it is, for initialisation and weight decay.
+        fsdp_dim: dimension that FSDP splits.
+        per_head: whether each tensor-parallel rank uses all of it, for its own heads alone.
+        copy_of: the parameter whose values it repeats on another stage; its gradient is a part of
+            that one's, and it has no entry of its own in norms and checkpoints.
     """
 
     name: str
@@ -38,22 +43,43 @@ class ParameterSpec:
     tp_dim: int | None
     layer: int | None
     kind: ParameterKind
+    fsdp_dim: int = 0
+    per_head: bool = False
+    copy_of: str | None = None
 
     @property
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
 
+    @property
+    def splits(self) -> dict[str, int]:
+        """Dimension that each axis splits, in this order; ranks along others hold the same."""
+        tp = {} if self.tp_dim is None else {"tp": self.tp_dim}
+        return tp | {"fsdp": self.fsdp_dim}
+
+    def counts_at(self, place: Place) -> bool:
+        """Say whether sums over all ranks take this parameter's part from the rank at `place`.
+
+        They take each part once: from the first of the ranks that hold the same, and not from a
+        copy.
+        """
+        same = [axis for axis in axes_of("stage") if axis not in self.splits]
+        return self.copy_of is None and not any(place[axis] for axis in same)
+
+    def partial_over_tp(self, sequence_parallel: bool) -> bool:
+        """Say whether gradients of tensor-parallel ranks are partial sums, for training to add.
+
+        They are where ranks hold the same and have seen other heads, or other tokens. FSDP2 adds
+        gradients over the data-parallel ranks, whatever the parameter.
+        """
+        return self.tp_dim is None and (self.per_head or sequence_parallel)
+
     def local_shape(self, tp: int) -> tuple[int, ...]:
         """Shape of one tensor-parallel rank's part."""
         return tuple(
             size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape)
         )
-
-    @property
-    def fsdp_dim(self) -> int:
-        """Dimension that FSDP splits: h for the fused [2, f, h] weight, else the first."""
-        return 2 if len(self.shape) == 3 else 0
 
     def shard_numel(self, tp: int, fsdp: int) -> int:
         """Elements that FSDP shard 0, the largest, holds."""
@@ -167,8 +193,7 @@ class ModelShape:
     def stage_parameters(self, layout: Layout, stage_index: int) -> tuple[ParameterSpec, ...]:
         """Return the parameters of a stage.
 
-        With tied embeddings and several stages the last one holds a copy of the word embedding,
-        under the name of the output layer.
+        With several stages the last one holds the `copies`, too.
         """
         layers = layout.stage_layers(stage_index)
         first, last = stage_index == 0, stage_index == layout.num_stages - 1
@@ -180,9 +205,13 @@ class ModelShape:
                 wanted = first if spec.name.startswith("embedding.") else last
             if wanted:
                 chosen.append(spec)
-        if self.tied and last and not first:
-            chosen.append(ParameterSpec(OUTPUT, self._vocab_shape, 0, None, "output"))
-        return tuple(chosen)
+        return tuple(chosen) + (self.copies() if last and not first else ())
+
+    def copies(self) -> tuple[ParameterSpec, ...]:
+        """Return what is held beside `parameters`: a tied embedding, under the output's name."""
+        if not self.tied:
+            return ()
+        return (ParameterSpec(OUTPUT, self._vocab_shape, 0, None, "output", copy_of=EMBEDDING),)
 
     @property
     def num_parameters(self) -> int:
@@ -193,10 +222,13 @@ class ModelShape:
     def _vocab_shape(self) -> tuple[int, int]:
         return self.padded_vocab_size, self.hidden_size
 
-    def _norm(self, name: str, size: int, layer: int | None) -> Iterator[ParameterSpec]:
-        yield ParameterSpec(f"{name}.weight", (size,), None, layer, "norm")
+    def _norm(
+        self, name: str, size: int, layer: int | None, per_head: bool = False
+    ) -> Iterator[ParameterSpec]:
+        weight = ParameterSpec(f"{name}.weight", (size,), None, layer, "norm", per_head=per_head)
+        yield weight
         if self.layernorm_bias:
-            yield ParameterSpec(f"{name}.bias", (size,), None, layer, "norm_bias")
+            yield replace(weight, name=f"{name}.bias", kind="norm_bias")
 
     def _parameters(self) -> Iterator[ParameterSpec]:
         h = self.hidden_size
@@ -221,8 +253,8 @@ class ModelShape:
             f"{attention}.linear_qkv", (self.qkv_size, h), 0, layer, self.qkv_bias, 0
         )
         if self.qk_layernorm:
-            yield from self._norm(f"{attention}.q_layernorm", self.head_dim, layer)
-            yield from self._norm(f"{attention}.k_layernorm", self.head_dim, layer)
+            yield from self._norm(f"{attention}.q_layernorm", self.head_dim, layer, True)
+            yield from self._norm(f"{attention}.k_layernorm", self.head_dim, layer, True)
         yield from self._linear(
             f"{attention}.linear_proj",
             (h, self.attention_size),
@@ -233,8 +265,10 @@ class ModelShape:
         )
         yield from self._norm(f"{prefix}.pre_mlp_layernorm", h, layer)
         split = len(gated) - 1
+        # FSDP splits the fused one along h: gate and up stay whole on every rank.
+        fsdp_dim = 2 if self.swiglu else 0
         yield from self._linear(
-            f"{mlp}.linear_fc1", (*gated, h), split, layer, self.mlp_bias, split
+            f"{mlp}.linear_fc1", (*gated, h), split, layer, self.mlp_bias, split, fsdp_dim
         )
         yield from self._linear(
             f"{mlp}.linear_fc2", (h, self.ffn_size), 1, layer, self.mlp_bias, None
@@ -248,8 +282,9 @@ class ModelShape:
         layer: int,
         bias: bool,
         bias_tp_dim: int | None,
+        fsdp_dim: int = 0,
     ) -> Iterator[ParameterSpec]:
-        yield ParameterSpec(f"{name}.weight", shape, tp_dim, layer, "linear")
+        yield ParameterSpec(f"{name}.weight", shape, tp_dim, layer, "linear", fsdp_dim)
         if bias:
             # A bias spans the outputs: all dimensions of the weight but the last.
             yield ParameterSpec(f"{name}.bias", shape[:-1], bias_tp_dim, layer, "bias")

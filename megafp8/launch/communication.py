@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from megafp8.config.axes import axes_of
 from megafp8.config.layout import Layout
 from megafp8.config.run import RunConfig
 from megafp8.config.shape import ModelShape, ParameterSpec
@@ -63,7 +64,7 @@ def _data_parallel(
     freed = layout.reshard_after_forward
     gathers, reductions = (2 * count, count) if freed else (1, 1)
     # Each rank sends its shard, or as much of each other's gradient, to all the others.
-    copies = layout.tp * layout.replicate * layout.fsdp * (layout.fsdp - 1)
+    copies = layout.count(axes_of("stage")) * (layout.fsdp - 1)
 
     def shard(spec: ParameterSpec) -> int:
         return spec.shard_numel(layout.tp, layout.fsdp)

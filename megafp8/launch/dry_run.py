@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import yaml
 
+from megafp8.config.axes import AXES, GIVEN, axes_of, product
 from megafp8.config.cli import Command
 from megafp8.config.hardware import PrecisionChoice
 from megafp8.config.layout import Layout
@@ -25,7 +26,7 @@ class RankGroup:
     """The ranks of one pipeline position; they hold equal numbers of parameters.
 
     Attributes:
-        ranks: world ranks.
+        ranks: world ranks, in order.
         stages: stages that each of them holds.
         layers: blocks of those stages.
         parameters: elements of one tensor-parallel rank, before FSDP.
@@ -33,7 +34,7 @@ class RankGroup:
         tied_copy: elements among `parameters` that repeat the word embedding.
     """
 
-    ranks: range
+    ranks: tuple[int, ...]
     stages: tuple[int, ...]
     layers: tuple[int, ...]
     parameters: int
@@ -84,17 +85,15 @@ def rank_groups(shape: ModelShape, layout: Layout) -> tuple[RankGroup, ...]:
     Raises:
         ConfigurationError: The layers of all stages are not the model's, each once.
     """
-    per_position = layout.world_size // layout.pp
     # Parameters differ between blocks only in the layer number: one block stands for all.
     sizes = _StageSizes(shape, layout)
     groups = []
-    for pp_rank in range(layout.pp):
-        stages = layout.stage_indices(pp_rank)
+    for ranks in layout.groups(axes_of("stage")):
+        stages = layout.stage_indices(layout.coordinates(ranks[0])["pp"])
         layers = tuple(layer for stage in stages for layer in layout.stage_layers(stage))
-        first = pp_rank * per_position
         groups.append(
             RankGroup(
-                ranks=range(first, first + per_position),
+                ranks=tuple(ranks),
                 stages=stages,
                 layers=layers,
                 parameters=sum(sizes.full(stage) for stage in stages),
@@ -119,7 +118,6 @@ class _StageSizes:
         specs = {stage: shape.stage_parameters(layout, stage) for stage in {0, min(1, last), last}}
         inner = [spec for spec in specs[min(1, last)] if spec.layer is not None]
         self.specs = {stage: specs.get(stage, inner) for stage in range(layout.num_stages)}
-        self.tied_stage = last if shape.tied and last > 0 else None
 
     def full(self, stage: int) -> int:
         return sum(self._local(spec) for spec in self.specs[stage])
@@ -129,9 +127,7 @@ class _StageSizes:
         return sum(spec.shard_numel(layout.tp, layout.fsdp) for spec in self.specs[stage])
 
     def tied_copy(self, stage: int) -> int:
-        if stage != self.tied_stage:
-            return 0
-        return sum(self._local(spec) for spec in self.specs[stage] if spec.kind == "output")
+        return sum(self._local(spec) for spec in self.specs[stage] if spec.copy_of is not None)
 
     def _local(self, spec: ParameterSpec) -> int:
         return spec.shard_numel(self.layout.tp, 1)
@@ -173,11 +169,13 @@ def _layout_text(config: RunConfig, layout: Layout) -> str:
     assert size is not None, "resolved above"
     count = layout.num_microbatches(size, micro)
     seq = config.model.seq_length
+    given = [axis.name for axis in GIVEN]
+    split = [axis.name for axis in AXES if axis not in GIVEN]
     reshard = "freed after the forward pass" if layout.reshard_after_forward else "kept gathered"
     return "\n".join(
         [
-            f"world size {layout.world_size} = tp {layout.tp} * pp {layout.pp} * cp {layout.cp} * "
-            f"dp {layout.dp} (fsdp {layout.fsdp} * replicate {layout.replicate})",
+            f"world size {layout.world_size} = {_product(layout, given)} * "
+            f"dp {layout.dp} ({_product(layout, split)})",
             f"schedule {layout.schedule}: {layout.num_stages} stages of {layout.layers_per_stage} "
             f"layers, {layout.vp} per rank; gathered parameters are {reshard}",
             f"global batch size {size} = micro batch {micro} * data parallel {layout.dp} * "
@@ -185,6 +183,10 @@ def _layout_text(config: RunConfig, layout: Layout) -> str:
             f"tokens per step {size} * {seq} = {size * seq}",
         ]
     )
+
+
+def _product(layout: Layout, axes: list[str]) -> str:
+    return product({axis: layout.size(axis) for axis in axes})
 
 
 def _recipe_text(config: RunConfig) -> str:

@@ -90,21 +90,7 @@ class Sizes:
 
 def single_layout() -> Layout:
     """The layout of one rank, with parameters kept gathered."""
-    return Layout(
-        world_size=1,
-        tp=1,
-        pp=1,
-        cp=1,
-        dp=1,
-        fsdp=1,
-        replicate=1,
-        vp=1,
-        num_stages=1,
-        layers_per_stage=1,
-        reshard_after_forward=False,
-        sequence_parallel=False,
-        schedule="1f1b",
-    )
+    return Layout(layers_per_stage=1)
 
 
 def model_shape(sizes: Sizes) -> ModelShape:
@@ -249,9 +235,8 @@ class LightTraining:
         layout = mesh.layout
         assert layout.layers_per_stage == sizes.layers, "the mesh is of another depth"
 
-        def shard(module: nn.Module, kind: str) -> None:
-            dims = {p: 2 for p in module.parameters() if p.dim() == 3}
-            shard_module(module, mesh, kind, torch.bfloat16, dims)
+        def shard(module: nn.Module, prefix: str, kind: str) -> None:
+            shard_module(module, prefix, context.factory.specs, mesh, kind, torch.bfloat16)
             if fp32_wgrad:
                 take_fp32_gradients(module)
 

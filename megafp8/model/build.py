@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from megafp8.config import ModelShape, ParameterSpec, RunConfig
-from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.config.user_buffers import user_buffer_options
 from megafp8.errors import ConfigurationError
 from megafp8.layers import LayerContext, ParameterFactory
@@ -48,10 +47,7 @@ class Model:
         specs: global description of every parameter, by canonical name.
         parameters: this rank's parameters by canonical name; the last stage's copy of a tied
             embedding is under "output_layer.weight".
-        tied: whether embedding and output layer share values.
-        partial_gradients: names whose gradients are partial sums over tp after the backward.
-        averaged_gradients: names of replicated parameters whose gradients tp ranks have each cast
-            with scales of their own; without an average they would drift apart.
+        copies: the same of those that repeat another one.
         backend: which backend made the layers, and why.
         scope: `Backend.scope`, for calling single layers.
         fp8_reductions: FP8 reductions of the blocks' gradients, which may hold residuals.
@@ -62,18 +58,26 @@ class Model:
     registry: ScaleRegistry | None
     specs: dict[str, ParameterSpec]
     parameters: dict[str, nn.Parameter]
-    tied: bool
-    partial_gradients: frozenset[str]
-    averaged_gradients: frozenset[str]
+    copies: dict[str, ParameterSpec]
     backend: BackendChoice
     scope: Callable[[], AbstractContextManager[Any]]
     fp8_reductions: list[Fp8ReduceScatter]
 
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and output layer share values."""
+        return bool(self.copies)
+
+    def spec(self, name: str) -> ParameterSpec:
+        """Return the description of one of `parameters`."""
+        return self.copies[name] if name in self.copies else self.specs[name]
+
     @torch.no_grad()
     def copy_tied_embedding(self) -> None:
         """Where this rank holds both ends of a tied embedding, the output layer follows."""
-        if self.tied and EMBEDDING in self.parameters and OUTPUT in self.parameters:
-            local(self.parameters[OUTPUT]).copy_(local(self.parameters[EMBEDDING]))
+        for name, spec in self.copies.items():
+            if spec.copy_of in self.parameters and name in self.parameters:
+                local(self.parameters[name]).copy_(local(self.parameters[spec.copy_of]))
 
     def set_training(self, training: bool) -> None:
         """Switch dropout on or off."""
@@ -108,12 +112,13 @@ def build_model(
     backend = make_backend(choice, config, recipe, mesh, overlap)
     reductions: list[Fp8ReduceScatter] = []
     fp32_wgrad = _fp32_weight_gradients(recipe, choice, mesh)
+    specs = {spec.name: spec for spec in shape.parameters()}
+    copies = {spec.name: spec for spec in shape.copies()}
+    held = specs | copies
 
-    def shard(module: nn.Module, kind: str) -> None:
-        # The fused [2, ffn, h] weight is split along h: its halves stay whole on every rank.
-        dims = {p: 2 for p in module.parameters() if p.dim() == 3}
+    def shard(module: nn.Module, prefix: str, kind: str) -> None:
         fp8 = _fp8_wires(config, module) if kind == "block" else None
-        reduction = shard_module(module, mesh, kind, dtype, dims, fp8)
+        reduction = shard_module(module, prefix, held, mesh, kind, dtype, fp8)
         if reduction is not None:
             reductions.append(reduction)
         if fp32_wgrad:
@@ -136,17 +141,14 @@ def build_model(
     micro_batch = config.training.micro_batch_size
     boundary = (shape.seq_length // tp_sequence, micro_batch, shape.hidden_size)
     waiting = [queue for queue in queues if queue is not None] or None
-    partial = _partial_gradients(shape, parameters, tp_sequence > 1)
     runner = PipelineRunner(stages, mesh, layout.schedule, boundary, dtype, waiting)
     return Model(
         stages=stages,
         runner=runner,
         registry=registry,
-        specs={spec.name: spec for spec in shape.parameters()},
+        specs=specs,
+        copies=copies,
         parameters=parameters,
-        tied=shape.tied,
-        partial_gradients=partial,
-        averaged_gradients=_averaged_gradients(shape, parameters, partial, mesh, reductions),
         backend=choice,
         scope=backend.scope,
         fp8_reductions=reductions,
@@ -223,7 +225,8 @@ def _rope(config: RunConfig, device: torch.device) -> Rope | None:
 
 def _check_built(shape: ModelShape, parameters: dict[str, nn.Parameter], mesh: Mesh) -> None:
     """Every parameter of the model is built exactly once over the pipeline ranks."""
-    mine = sum(p.numel() for name, p in parameters.items() if not (shape.tied and name == OUTPUT))
+    copies = {spec.name for spec in shape.copies()}
+    mine = sum(p.numel() for name, p in parameters.items() if name not in copies)
     total = torch.tensor([mine], dtype=torch.int64, device=mesh.world.device)
     if mesh.pp.process_group is not None and mesh.pp.size > 1:
         torch.distributed.all_reduce(total, group=mesh.pp.process_group)
@@ -233,35 +236,3 @@ def _check_built(shape: ModelShape, parameters: dict[str, nn.Parameter], mesh: M
             f"model: built {int(total)} parameters over {mesh.pp.size} pipeline ranks, but "
             f"{shape.num_layers} layers need {wanted}"
         )
-
-
-def _partial_gradients(
-    shape: ModelShape, parameters: dict[str, nn.Parameter], sequence_parallel: bool
-) -> frozenset[str]:
-    """Replicated parameters whose tp ranks see different tokens (or different heads)."""
-    specs = {spec.name: spec for spec in shape.parameters()}
-    names = set()
-    for name in parameters:
-        spec = specs[EMBEDDING if shape.tied and name == OUTPUT else name]
-        per_head = "q_layernorm" in name or "k_layernorm" in name
-        if spec.tp_dim is None and (sequence_parallel or per_head):
-            names.add(name)
-    return frozenset(names)
-
-
-def _averaged_gradients(
-    shape: ModelShape,
-    parameters: dict[str, nn.Parameter],
-    partial: frozenset[str],
-    mesh: Mesh,
-    reductions: list[Fp8ReduceScatter],
-) -> frozenset[str]:
-    """Parameters of blocks that every tp rank holds whole and whose gradients nothing else joins.
-
-    An FP8 reduction casts a block's gradients in runs of neighbouring values. Where such a run also
-    holds values of a split weight, its scale is another one on each tp rank.
-    """
-    if not reductions or mesh.layout.fsdp == 1:
-        return frozenset()
-    replicated = (s for s in shape.parameters() if s.layer is not None and s.tp_dim is None)
-    return frozenset({spec.name for spec in replicated} & parameters.keys() - partial)

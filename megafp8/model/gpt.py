@@ -47,7 +47,7 @@ class GPTStage(nn.Module):
         index: int,
         vocab_size: int,
         rope: Rope | None,
-        built: Callable[[nn.Module, str], None],
+        built: Callable[[nn.Module, str, str], None],
     ) -> None:
         """Build the parts of the stage.
 
@@ -60,8 +60,9 @@ class GPTStage(nn.Module):
             index: of the stage.
             vocab_size: tokens before padding.
             rope: rotary tables or None.
-            built: told of each part right after it is built, with the kind of its FSDP traffic, so
-                that only one unsharded block is in memory at a time.
+            built: told of each part right after it is built, with the prefix of its parameters'
+                names and the kind of its FSDP traffic, so that only one unsharded block is in
+                memory at a time.
         """
         super().__init__()
         model, training = config.model, config.training
@@ -73,7 +74,7 @@ class GPTStage(nn.Module):
         if self.is_first:
             learned = model.position_embedding_type == "learned_absolute"
             self.embedding = Embedding(context, learned, model.hidden_dropout)
-            built(self.embedding, "other")
+            built(self.embedding, "embedding.", "other")
         full = training.recompute_granularity == "full"
         # --recompute-num-layers counts blocks of each stage, as Megatron's "block" method does.
         limit = training.recompute_num_layers or layout.layers_per_stage
@@ -81,16 +82,16 @@ class GPTStage(nn.Module):
         for position, layer in enumerate(layout.stage_layers(index)):
             recompute = full and position < limit
             block = Block(context, backend, config, plan, layer, rope, recompute)
-            built(block, "block")
+            built(block, f"{block.prefix}.", "block")
             blocks[str(layer)] = block
         final, self.output_layer = None, None
         if self.is_last:
             norm = (model.normalization, model.norm_epsilon)
             final = backend.norm(context, "decoder.final_layernorm", *norm)
             self.output_layer = OutputLayer(context, EMBEDDING if model.tied_embeddings else OUTPUT)
-            built(self.output_layer, "other")
+            built(self.output_layer, "output_layer.", "other")
         self.decoder = Decoder(blocks, final)
-        built(self, "other")
+        built(self, "", "other")
 
     def forward(
         self,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from megafp8.config import ParameterSpec
 from megafp8.numerics import E4M3, decode_row, encode_rows, sum_rows
 from megafp8.parallel.collectives import all_gather_single, reduce_scatter_single
 from megafp8.parallel.fp8_weights import WeightCast, gather_in_fp8
@@ -135,32 +136,34 @@ class Fp8Wires:
 
 def shard_module(
     module: nn.Module,
+    prefix: str,
+    specs: Mapping[str, ParameterSpec],
     mesh: Mesh,
     kind: str,
     compute_dtype: torch.dtype,
-    shard_dims: dict[nn.Parameter, int],
     fp8: Fp8Wires | None = None,
 ) -> Fp8ReduceScatter | None:
     """Apply `fully_shard` to one module (its own parameters and those of unwrapped children).
 
     Args:
         module: holds DTensor parameters on the tp axis, fp32.
+        prefix: of its parameters' canonical names, before their names in the module.
+        specs: by canonical name; they say which dimension is split.
         mesh: gives the fsdp (or replicate x fsdp) axes.
         kind: "block" or "other", the traffic kind of its gathers and reductions.
         compute_dtype: dtype of the gathered parameters.
-        shard_dims: parameters that FSDP2 splits along another dim than 0.
         fp8: what travels as FP8; nothing by default.
 
     Returns:
         The FP8 reduction of its gradients, if it has one.
     """
     wires = fp8 or Fp8Wires()
+    dims = {p: specs[prefix + name].fsdp_dim for name, p in module.named_parameters()}
     fully_shard(
         module,
         mesh=mesh.fsdp_mesh,
         reshard_after_forward=mesh.layout.reshard_after_forward,
-        # FSDP2 splits dim 0 unless told: fused gate and up [2, f, h] go along h.
-        shard_placement_fn=lambda p: Shard(shard_dims[p]) if p in shard_dims else None,
+        shard_placement_fn=lambda p: Shard(dims[p]),
         # Inputs are not cast: loss masks and rotary tables stay fp32.
         mp_policy=MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

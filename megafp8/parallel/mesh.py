@@ -1,4 +1,4 @@
-"""The grid of ranks: axes pp, replicate, fsdp, tp (tp fastest), one DeviceMesh and its groups."""
+"""The grid of ranks: one DeviceMesh over the axes of `Layout.grid`, and its groups."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megafp8.config import Layout
+from megafp8.config.axes import RANK_ORDER, axes_of
+from megafp8.config.layout import Place
 from megafp8.parallel.collectives import CommGroup
 from megafp8.parallel.startup import World
 from megafp8.parallel.traffic import Traffic
-
-AXES = ("pp", "replicate", "fsdp", "tp")
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,11 @@ class Mesh:
         world: this process.
         tp_mesh: 1-D mesh of the tensor-parallel ranks (parameters are DTensors on it).
         fsdp_mesh: mesh for `fully_shard`: (fsdp) or (replicate, fsdp) for HSDP.
-        stage_mesh: (replicate, fsdp, tp), for tensors of which each rank of a stage has its own.
+        stage_mesh: axes of `stage`, for tensors of which each rank of a stage has its own.
         tp, pp, all: groups of the axes, and the world.
-        stage: replicate x fsdp x tp, the ranks that hold the same pipeline stages.
-        loss: pp x replicate x fsdp, the ranks with this rank's tp coordinate.
+        stage, loss: groups of the axes that the table of axes names.
         tied: first and last pipeline rank at this rank's dp and tp place (size 1 elsewhere).
-        pp_rank, tp_rank, replica: coordinates.
-        dp_rank: place among all data-parallel ranks, replica x fsdp.
+        place: coordinate on each axis.
     """
 
     layout: Layout
@@ -44,24 +42,22 @@ class Mesh:
     loss: CommGroup
     all: CommGroup
     tied: CommGroup
-    pp_rank: int
-    dp_rank: int
-    tp_rank: int
-    replica: int
+    place: Place
 
+    @property
+    def pp_rank(self) -> int:
+        """Coordinate among the pipeline ranks."""
+        return self.place["pp"]
 
-def _groups(layout: Layout, vary: set[str]) -> list[list[int]]:
-    """Ranks that differ only in the axes of `vary`, one list per value of the others."""
-    sizes = {"pp": layout.pp, "replicate": layout.replicate, "fsdp": layout.fsdp, "tp": layout.tp}
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(layout.world_size):
-        rest, coordinate = rank, {}
-        for axis in reversed(AXES):
-            coordinate[axis] = rest % sizes[axis]
-            rest //= sizes[axis]
-        key = tuple(coordinate[axis] for axis in AXES if axis not in vary)
-        groups.setdefault(key, []).append(rank)
-    return list(groups.values())
+    @property
+    def tp_rank(self) -> int:
+        """Coordinate among the tensor-parallel ranks."""
+        return self.place["tp"]
+
+    @property
+    def dp_rank(self) -> int:
+        """Number among all data-parallel ranks."""
+        return self.layout.index(self.place, axes_of("dp"))
 
 
 class _GroupCache:
@@ -99,18 +95,17 @@ class _GroupCache:
 def build_mesh(layout: Layout, world: World) -> Mesh:
     """Build the grid; a collective call on all ranks of the world."""
     assert layout.world_size == world.size
-    sizes = (layout.pp, layout.replicate, layout.fsdp, layout.tp)
     traffic = Traffic()
     cache = _GroupCache(world, traffic)
-    axis_groups = [cache.process_group(_groups(layout, {axis})) for axis in AXES]
+    grid = layout.grid
+    along = {axis: cache.process_group(layout.groups([axis])) for axis in grid}
     device_mesh = DeviceMesh.from_group(
-        [group for group in axis_groups if group is not None],
+        [group for group in along.values() if group is not None],
         world.device.type,
-        mesh=torch.arange(world.size, dtype=torch.int).view(sizes),
-        mesh_dim_names=AXES,
+        mesh=torch.arange(world.size, dtype=torch.int).view([layout.size(axis) for axis in grid]),
+        mesh_dim_names=grid,
     )
-    ends = [[ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in _groups(layout, {"pp"})]
-    place = layout.coordinates(world.rank)
+    chains = layout.groups(axes_of("tied"))
     hybrid = layout.replicate > 1
     return Mesh(
         layout=layout,
@@ -118,15 +113,12 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
         traffic=traffic,
         tp_mesh=device_mesh["tp"],
         fsdp_mesh=device_mesh["replicate", "fsdp"] if hybrid else device_mesh["fsdp"],
-        stage_mesh=device_mesh["replicate", "fsdp", "tp"],
-        tp=CommGroup(axis_groups[AXES.index("tp")], traffic),
-        pp=CommGroup(axis_groups[AXES.index("pp")], traffic),
-        stage=cache.get(_groups(layout, {"replicate", "fsdp", "tp"})),
-        loss=cache.get(_groups(layout, {"pp", "replicate", "fsdp"})),
-        all=cache.get([list(range(world.size))]),
-        tied=cache.get(ends),
-        pp_rank=place.pp_rank,
-        dp_rank=place.replica * layout.fsdp + place.shard,
-        tp_rank=place.tp_rank,
-        replica=place.replica,
+        stage_mesh=device_mesh[tuple(axis for axis in axes_of("stage") if axis in grid)],
+        tp=CommGroup(along["tp"], traffic),
+        pp=CommGroup(along["pp"], traffic),
+        stage=cache.get(layout.groups(axes_of("stage"))),
+        loss=cache.get(layout.groups(axes_of("loss"))),
+        all=cache.get(layout.groups(RANK_ORDER)),
+        tied=cache.get([[r[0], r[-1]] if len(r) > 1 else r for r in chains]),
+        place=layout.coordinates(world.rank),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megafp8.config.layout import full_batch_size
 from megafp8.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -62,38 +63,14 @@ class BatchSizeSchedule:
         """Read `global_batch_size` and `rampup_batch_size` of the training section.
 
         Args:
-            config: The run; without a global batch size each data-parallel rank takes one
-                micro-batch.
+            config: The run. It was checked, and its layout with it, that the ramp ends at the
+                global batch size and every size splits into whole micro-batches.
             data_parallel_size: Ranks that the batch is split over.
-
-        Raises:
-            ConfigurationError: The ramp does not end at the global batch size, or a size does not
-                split into whole micro-batches.
         """
-        schedule = cls._from_section(config, data_parallel_size)
-        schedule.check_divisible(config.training.micro_batch_size, data_parallel_size)
-        return schedule
-
-    @classmethod
-    def _from_section(cls, config: RunConfig, data_parallel_size: int) -> BatchSizeSchedule:
-        training = config.training
-        size = training.global_batch_size
-        if size is None:
-            size = training.micro_batch_size * data_parallel_size
-        if training.rampup_batch_size is None:
+        size = full_batch_size(config.training, data_parallel_size)
+        if config.training.rampup_batch_size is None:
             return cls.constant(size)
-        start, increment, samples = (int(value) for value in training.rampup_batch_size)
-        where = f"--rampup-batch-size {start} {increment} {samples}"
-        if start <= 0 or increment <= 0 or samples < 0:
-            raise ConfigurationError(
-                f"{where}: start and increment must be positive and samples not negative"
-            )
-        if start > size or (size - start) % increment:
-            raise ConfigurationError(
-                f"{where}: does not end at --global-batch-size {size}: "
-                f"{size} - {start} must be a non-negative multiple of {increment}"
-            )
-        return cls(size, start, increment, samples)
+        return cls(size, *config.training.rampup_batch_size)
 
     def batch_size(self, consumed_samples: int) -> int:
         """Return the size of the iteration that starts after `consumed_samples` samples.
@@ -106,10 +83,6 @@ class BatchSizeSchedule:
             return self.global_batch_size
         steps = (self.global_batch_size - self.start) // self.increment
         return self.start + int(consumed_samples / (self.ramp_samples / steps)) * self.increment
-
-    def batch_sizes(self) -> tuple[int, ...]:
-        """Return every size that the ramp can take, smallest first."""
-        return tuple(range(self.start, self.global_batch_size + 1, self.increment))
 
     def consumed_after(self, iterations: int, consumed: int = 0) -> int:
         """Return the position in the data `iterations` iterations after `consumed` samples."""
@@ -133,25 +106,6 @@ class BatchSizeSchedule:
             iterations += 1
         return iterations + max(0, samples - consumed) // self.global_batch_size
 
-    def check_divisible(self, micro_batch_size: int, data_parallel_size: int) -> None:
-        """Check that every size of the ramp splits into whole micro-batches.
-
-        Raises:
-            ConfigurationError: A size is not a multiple of micro batch size * data parallel size.
-        """
-        unit = micro_batch_size * data_parallel_size
-        for size in self.batch_sizes():
-            if size % unit:
-                flag = (
-                    "--global-batch-size"
-                    if size == self.global_batch_size
-                    else ("--rampup-batch-size")
-                )
-                raise ConfigurationError(
-                    f"{flag}: batch size {size} is not a multiple of --micro-batch-size "
-                    f"{micro_batch_size} * data parallel size {data_parallel_size} = {unit}"
-                )
-
     def _ramping(self, consumed_samples: int) -> bool:
         """Say whether the ramp decides; a ramp over 0 samples or of 0 steps never does."""
         return 0 < self.ramp_samples >= consumed_samples and self.start < self.global_batch_size
@@ -169,14 +123,13 @@ def run_end(config: RunConfig, batches: BatchSizeSchedule, start: Position = STA
         The last iteration and the samples consumed by then; `start` if nothing is left to do.
 
     Raises:
-        ConfigurationError: Neither is given, or the samples of a new run do not fill one batch.
+        ConfigurationError: The samples of a new run do not fill one batch.
     """
     training, consumed = config.training, start.consumed_samples
     if training.train_iters is not None:
         iterations = max(0, training.train_iters - start.iteration)
-    elif training.train_samples is None:
-        raise ConfigurationError("give one of --train-iters and --train-samples, found neither")
     else:
+        assert training.train_samples is not None, "checked by RunConfig"
         iterations = batches.iterations_within(training.train_samples, consumed)
         if iterations == 0 and start == START:
             raise ConfigurationError(

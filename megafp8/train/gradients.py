@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megafp8.config.shape import EMBEDDING, OUTPUT
+from megafp8.config import ParameterSpec
 from megafp8.layers.parameters import local
 from megafp8.model import Model
 from megafp8.parallel.mesh import Mesh
@@ -17,6 +17,7 @@ class _Entry:
     """One parameter: FSDP2's sharded DTensor, and the optimizer's view of its local fp32 tensor."""
 
     name: str
+    spec: ParameterSpec
     parameter: nn.Parameter
     shard: Tensor
     counts: bool
@@ -34,17 +35,13 @@ class Gradients:
         self.model, self.mesh = model, mesh
         self.entries: list[_Entry] = []
         for name, parameter in model.parameters.items():
-            copy = model.tied and name == OUTPUT
-            spec = model.specs[EMBEDDING if copy else name]
-            # A tp-replicated parameter counts on tp rank 0, a tied embedding on the first stage,
-            # each shard on the first replica.
-            first = mesh.replica == 0 and (spec.tp_dim is not None or mesh.tp_rank == 0)
-            counts = first and not copy
-            shard = local(parameter).detach()
-            self.entries.append(_Entry(name, parameter, shard, counts))
+            spec, shard = model.spec(name), local(parameter).detach()
+            counts = spec.counts_at(mesh.place)
+            self.entries.append(_Entry(name, spec, parameter, shard, counts))
         self._by_name = {entry.name: entry for entry in self.entries}
+        self._partial, self._averaged = self._incomplete_over_tp()
         # Where each parameter's square goes in `_global_norm`: the same place at every layout.
-        names = [*model.specs, OUTPUT] if model.tied else [*model.specs]
+        names = [*model.specs, *model.copies]
         places = {name: place for place, name in enumerate(names)}
         self._filled = [entry for entry in self.entries if entry.shard.numel()]
         device = mesh.world.device
@@ -77,30 +74,44 @@ class Gradients:
 
     def _complete_over_tp(self) -> None:
         """One all-reduce of one flat fp32 tensor for all replicated parameters together."""
-        names = sorted(self.model.partial_gradients)
-        averaged = sorted(self.model.averaged_gradients)
-        if self.mesh.tp.size == 1 or not (names or averaged):
+        grads = [self._grad(entry) for entry in self._partial + self._averaged]
+        if self.mesh.tp.size == 1 or not grads:
             return
-        grads = [self._grad(self._by_name[name]) for name in names + averaged]
-        for grad in grads[len(names) :]:
+        for grad in grads[len(self._partial) :]:
             grad.div_(self.mesh.tp.size)
         flat = torch.cat([g.flatten() for g in grads])
         self.mesh.tp.all_reduce(flat, "tp_all_reduce")
         for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             grad.copy_(part.view(grad.shape))
 
+    def _incomplete_over_tp(self) -> tuple[list[_Entry], list[_Entry]]:
+        """Entries whose gradients are partial sums over tp, and those that are to be averaged.
+
+        An FP8 reduction casts a block's gradients in runs of neighbouring values. Where such a run
+        also holds values of a split weight, its scale is another one on each tp rank: what all of
+        them hold whole, and nothing else joins, would drift apart without an average.
+        """
+        layout = self.mesh.layout
+        cast = layout.fsdp > 1 and bool(self.model.fp8_reductions)
+        partial, averaged = [], []
+        for entry in sorted(self.entries, key=lambda entry: entry.name):
+            if entry.spec.partial_over_tp(layout.sequence_parallel):
+                partial.append(entry)
+            elif cast and entry.spec.layer is not None and entry.spec.tp_dim is None:
+                averaged.append(entry)
+        return partial, averaged
+
     def _sum_tied(self) -> None:
-        """Both copies of a tied embedding get the sum of both gradients, hence stay equal."""
-        if not self.model.tied:
-            return
-        first, last = self._by_name.get(EMBEDDING), self._by_name.get(OUTPUT)
-        if first is not None and last is not None:
-            total = self._grad(first).add_(self._grad(last))
-            self._grad(last).copy_(total)
-        elif first is not None or last is not None:
-            mine = first or last
-            assert mine is not None
-            self.mesh.tied.all_reduce(self._grad(mine), "tied_embedding")
+        """A parameter and its copy get the sum of both gradients, hence stay equal."""
+        for name, spec in self.model.copies.items():
+            first, last = self._by_name.get(spec.copy_of or ""), self._by_name.get(name)
+            if first is not None and last is not None:
+                total = self._grad(first).add_(self._grad(last))
+                self._grad(last).copy_(total)
+            elif first is not None or last is not None:
+                mine = first or last
+                assert mine is not None
+                self.mesh.tied.all_reduce(self._grad(mine), "tied_embedding")
 
     @staticmethod
     def _grad(entry: _Entry) -> Tensor:

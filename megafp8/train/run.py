@@ -373,13 +373,9 @@ def _announce(
         shape.padded_vocab_size,
     )
     log.info(
-        "layout: world %d = pp %d x replicate %d x fsdp %d x tp %d, schedule %s, sequence "
-        "parallel %s",
+        "layout: world %d = %s, schedule %s, sequence parallel %s",
         layout.world_size,
-        layout.pp,
-        layout.replicate,
-        layout.fsdp,
-        layout.tp,
+        " x ".join(f"{axis} {layout.size(axis)}" for axis in layout.grid),
         layout.schedule,
         "on" if layout.sequence_parallel else "off",
     )

@@ -71,7 +71,7 @@ def test_there_and_back_is_the_maximum_on_every_rank() -> None:
 
 
 def test_words_and_shapes() -> None:
-    layout = Layout(4, 2, 1, 1, 2, 2, 1, 1, 1, 4, True, False, "1f1b")
+    layout = Layout(4, {"tp": 2, "fsdp": 2})
     assert describe_ranks((2, 2), layout, reduced=False) == "each rank keeps its own"
     assert describe_ranks((2, 2), layout, reduced=True) == (
         "dp 2 -> 1 merged by element-wise maximum (scales of the merged histories), "

@@ -138,7 +138,7 @@ def test_rank_order() -> None:
     expected = itertools.product(range(2), range(2), range(3), range(2))
     for rank, coordinates in enumerate(expected):
         place = layout.coordinates(rank)
-        assert (place.pp_rank, place.replica, place.shard, place.tp_rank) == coordinates
+        assert tuple(place[axis] for axis in ("pp", "replicate", "fsdp", "tp")) == coordinates
 
 
 @pytest.mark.parametrize(

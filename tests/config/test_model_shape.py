@@ -117,6 +117,47 @@ def test_a_tied_embedding_is_copied_to_the_last_stage_alone() -> None:
     assert "output_layer.weight" not in names and len(names) == len(shape.parameters())
 
 
+EVERY_KIND = (
+    "--swiglu --qk-layernorm --add-qkv-bias --add-mlp-bias --add-attention-output-bias "
+    "--global-batch-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+)
+
+
+def test_each_part_of_a_parameter_counts_on_one_rank_of_its_stage() -> None:
+    config = small(f"{EVERY_KIND} --fsdp-size 2")
+    shape, layout = ModelShape.from_config(config, 100), config.layout(16)
+    assert layout.replicate == 2
+    places = [layout.coordinates(rank) for rank in layout.groups(["replicate", "fsdp", "tp"])[1]]
+    for spec in shape.parameters():
+        parts = [tuple(p[axis] for axis in spec.splits) for p in places if spec.counts_at(p)]
+        assert len(parts) == len(set(parts)) == layout.count(spec.splits), spec.name
+    (copy,) = shape.copies()
+    assert copy.copy_of == "embedding.word_embeddings.weight"
+    assert not any(copy.counts_at(place) for place in places)
+    untied = small(f"{EVERY_KIND} --untie-embeddings-and-output-weights")
+    assert ModelShape.from_config(untied, 100).copies() == ()
+
+
+def test_gradients_are_partial_where_ranks_hold_the_same_and_see_another_part() -> None:
+    specs = ModelShape.from_config(small(EVERY_KIND), 100).parameters()
+    for spec in specs:
+        split = spec.tp_dim is not None
+        heads = "q_layernorm" in spec.name or "k_layernorm" in spec.name
+        assert spec.per_head == heads and not (split and heads)
+        assert spec.partial_over_tp(sequence_parallel=False) == heads
+        assert spec.partial_over_tp(sequence_parallel=True) != split
+
+
+def test_fsdp_splits_the_first_dimension_but_of_the_fused_weight() -> None:
+    specs = ModelShape.from_config(small(EVERY_KIND), 100).parameters()
+    for spec in specs:
+        fused = spec.name.endswith("linear_fc1.weight")
+        assert spec.fsdp_dim == (2 if fused else 0), spec.name
+        assert (len(spec.shape) == 3) == fused
+    plain = ModelShape.from_config(small(), 100).parameters()
+    assert {spec.fsdp_dim for spec in plain} == {0}
+
+
 def test_fsdp_shards_round_up() -> None:
     spec = ModelShape.from_config(small("--swiglu"), 100)
     by_name = {item.name: item for item in spec.parameters()}

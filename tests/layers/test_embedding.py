@@ -59,7 +59,8 @@ def test_gradient_of_a_frequent_token_is_fp32():
     config = small_config(bf16=True)
     context = layer_context(config)
     embedding = Embedding(context, False, 0.0)
-    shard_module(embedding, context.mesh, "other", torch.bfloat16, {})
+    specs = context.factory.specs
+    shard_module(embedding, "embedding.", specs, context.mesh, "other", torch.bfloat16)
     tokens = torch.full((1, 3008), 5)
     tokens[0, 3001:] = 7
     y = embedding(tokens, torch.zeros_like(tokens), KEY)

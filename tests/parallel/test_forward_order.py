@@ -7,7 +7,7 @@ from megafp8.parallel.pipeline import forward_order
 
 
 def layout(pp: int, vp: int, schedule: str) -> Layout:
-    return Layout(pp, 1, pp, 1, 1, 1, 1, vp, pp * vp, 1, False, False, schedule)
+    return Layout(1, {"pp": pp}, vp, schedule=schedule)
 
 
 def operations(grid: Layout, rank: int, count: int) -> list[tuple[str, int, tuple[int, int]]]:

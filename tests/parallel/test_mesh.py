@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from megafp8.config import Layout
 from megafp8.parallel import CommGroup, build_mesh
-from megafp8.parallel.mesh import _groups
 from tests.model.small import small_config, world
 
 GROUPS = ("tp", "pp", "stage", "loss", "all", "tied")
@@ -27,7 +26,7 @@ def groups_of_this_rank(**changes: Any) -> dict[str, Any]:
         assert group.size == len(found[name])
         assert found[name][group.rank] == dist.get_rank()
         assert group.traffic is mesh.traffic
-    found["place"] = (mesh.pp_rank, mesh.dp_rank, mesh.tp_rank, mesh.replica)
+    found["place"] = (mesh.pp_rank, mesh.dp_rank, mesh.tp_rank, mesh.place["replicate"])
     found["fsdp"] = mesh.fsdp_mesh.mesh.tolist()
     found["tp mesh"] = mesh.tp_mesh.mesh.tolist()
     return found
@@ -90,39 +89,41 @@ def test_a_world_of_one_has_groups_of_one(ranks):
 
 
 def layout(**sizes: int) -> Layout:
-    values = {"tp": 1, "pp": 1, "cp": 1, "fsdp": 1, "replicate": 1, **sizes}
-    dp = values["fsdp"] * values["replicate"]
-    return Layout(
-        world_size=values["tp"] * values["pp"] * dp,
-        dp=dp,
-        vp=1,
-        num_stages=values["pp"],
-        layers_per_stage=1,
-        reshard_after_forward=False,
-        sequence_parallel=False,
-        schedule="1f1b",
-        **values,
-    )
+    return Layout(layers_per_stage=1, sizes=sizes)
 
 
 def test_groups_of_sixteen_ranks():
     """rank = ((pp * 2 + replica) * 2 + shard) * 2 + tp."""
     grid = layout(tp=2, fsdp=2, replicate=2, pp=2)
-    assert _groups(grid, {"tp"})[:2] == [[0, 1], [2, 3]]
-    assert _groups(grid, {"fsdp"})[:3] == [[0, 2], [1, 3], [4, 6]]
-    assert _groups(grid, {"replicate"})[:3] == [[0, 4], [1, 5], [2, 6]]
-    assert _groups(grid, {"pp"})[:2] == [[0, 8], [1, 9]]
-    assert _groups(grid, {"replicate", "fsdp"}) == [
+    assert grid.groups({"tp"})[:2] == [[0, 1], [2, 3]]
+    assert grid.groups({"fsdp"})[:3] == [[0, 2], [1, 3], [4, 6]]
+    assert grid.groups({"replicate"})[:3] == [[0, 4], [1, 5], [2, 6]]
+    assert grid.groups({"pp"})[:2] == [[0, 8], [1, 9]]
+    assert grid.groups({"replicate", "fsdp"}) == [
         [0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15],
     ]  # fmt: skip
-    assert _groups(grid, {"pp", "fsdp", "tp"}) == [
+    assert grid.groups({"pp", "fsdp", "tp"}) == [
         [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15],
     ]  # fmt: skip
-    assert _groups(grid, {"replicate", "fsdp", "tp"}) == [list(range(8)), list(range(8, 16))]
+    assert grid.groups({"replicate", "fsdp", "tp"}) == [list(range(8)), list(range(8, 16))]
 
 
 @pytest.mark.parametrize("vary", [{"tp"}, {"pp"}, {"fsdp", "tp"}, {"pp", "replicate", "fsdp"}])
 def test_groups_divide_the_world(vary):
-    lists = _groups(layout(tp=2, fsdp=3, replicate=2, pp=2), vary)
+    lists = layout(tp=2, fsdp=3, replicate=2, pp=2).groups(vary)
     assert sorted(rank for ranks in lists for rank in ranks) == list(range(24))
     assert len({len(ranks) for ranks in lists}) == 1
+
+
+def a_further_axis() -> tuple[Any, ...]:
+    """Of a mesh with an axis that no run uses yet: names and groups of this rank."""
+    mesh = build_mesh(layout(cp=2, tp=2), world())
+    names = mesh.stage_mesh.mesh_dim_names
+    return names, members(mesh.tp), members(mesh.stage), members(mesh.loss), mesh.dp_rank
+
+
+def test_an_axis_of_the_table_is_an_axis_of_the_mesh(ranks):
+    for rank, (names, tp, stage, loss, dp_rank) in enumerate(ranks.run(a_further_axis)):
+        assert names == ("replicate", "fsdp", "cp", "tp") and dp_rank == 0
+        assert tp == [rank // 2 * 2, rank // 2 * 2 + 1] and stage == ALL
+        assert loss == [rank % 2, rank % 2 + 2]

@@ -131,7 +131,6 @@ def test_the_decay_of_a_run_that_goes_on_ends_where_it_ends():
         ({"lr_warmup_iters": 100}, "warm-up of 400 samples must be shorter"),
         ({"lr_decay_style": "WSD"}, "needs --lr-wsd-decay-iters"),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, "must be positive and fit"),
-        ({"train_iters": None}, "--train-iters and --train-samples"),
     ],
 )
 def test_contradictions_are_one_line_errors(changes, message):

@@ -68,7 +68,7 @@ class Norm(nn.Module):
     """RMSNorm or LayerNorm with replicated parameters.
 
     Under sequence parallelism each tp rank sees its own tokens, so the local gradients are partial
-    sums over tp; the training step adds them (`partial_gradients` of the model).
+    sums over tp; the training step adds them (`ParameterSpec.partial_over_tp`).
     """
 
     def __init__(self, context: LayerContext, name: str, kind: str, epsilon: float) -> None:

@@ -3,8 +3,8 @@
 from tests.tools.mutant_table.mutant import Mutant
 
 COLLECTIVES, FSDP = "megafp8/parallel/collectives.py", "megafp8/parallel/fsdp.py"
-PIPELINE, MESH = "megafp8/parallel/pipeline.py", "megafp8/parallel/mesh.py"
-RNG = "megafp8/parallel/rng.py"
+PIPELINE, RNG = "megafp8/parallel/pipeline.py", "megafp8/parallel/rng.py"
+AXES = "megafp8/config/axes.py"
 
 PARALLEL = (
     Mutant(
@@ -92,17 +92,17 @@ PARALLEL = (
     ),
     Mutant(
         "loss summed over one stage",
-        MESH,
-        'loss=cache.get(_groups(layout, {"pp", "replicate", "fsdp"})),',
-        'loss=cache.get(_groups(layout, {"replicate", "fsdp"})),',
+        AXES,
+        '4, {"loss", "tied"}, alone=True',
+        '4, {"tied"}, alone=True',
         "ranks of other stages see no loss and no tokens",
         ("parallel/test_mesh.py",),
     ),
     Mutant(
         "replicas read the same data",
-        MESH,
-        "dp_rank=place.replica * layout.fsdp + place.shard,",
-        "dp_rank=place.shard,",
+        AXES,
+        '3, {"dp", "stage", "loss"}',
+        '3, {"stage", "loss"}',
         "HSDP trains on half of the batch, twice",
         ("parallel/test_mesh.py",),
     ),

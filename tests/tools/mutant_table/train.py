@@ -4,6 +4,7 @@ from tests.tools.mutant_table.mutant import Mutant
 
 LOOP, STEP, STATE = "megafp8/train/loop.py", "megafp8/train/step.py", "megafp8/train/state.py"
 GRADIENTS, OPTIMIZER = "megafp8/train/gradients.py", "megafp8/train/optimizer.py"
+SHAPE = "megafp8/config/shape.py"
 SCHEDULE, SCALER = "megafp8/train/schedule.py", "megafp8/train/loss_scaler.py"
 FED = "distributed/test_loop.py::test_each_sample_and_dropout_stream_is_used_once"
 VALID = "distributed/test_loop.py::test_validation_reads_the_validation_split_when_it_is_due"
@@ -135,17 +136,17 @@ TRAIN = (
     ),
     Mutant(
         "replicated parameters count on every rank",
-        GRADIENTS,
-        "(spec.tp_dim is not None or mesh.tp_rank == 0)",
-        "True",
+        SHAPE,
+        'for axis in axes_of("stage") if axis not in self.splits',
+        'for axis in axes_of("dp") if axis not in self.splits',
         "the gradient norm grows with tp",
         ("train/test_gradients.py::test_every_parameter_counts_once",),
     ),
     Mutant(
         "tied embeddings drift apart",
         GRADIENTS,
-        '            self.mesh.tied.all_reduce(self._grad(mine), "tied_embedding")\n',
-        "            pass\n",
+        '                self.mesh.tied.all_reduce(self._grad(mine), "tied_embedding")\n',
+        "                pass\n",
         "first and last stage train two embeddings",
         ("distributed/test_initial_state.py::test_tied_embeddings_stay_bit_equal",),
     ),
