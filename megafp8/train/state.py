@@ -204,7 +204,7 @@ def load_run(
         lambda: take_scales(registry, scales, report.absent, path, step.mesh, reduced, before),
         None,
     )[step.mesh.world.rank]
-    step.refresh_weight_scales()
+    step.scales.refresh_weights()
     certificate = _certify(path, record, step, report, rule)
     if checkpoint.finetune:
         log.info("loaded the weights of %s; training starts at iteration 0 (--finetune)", path)

@@ -131,14 +131,14 @@ def test_a_weight_that_became_infinite_is_no_largest_fp8_number(
     shard = shards["decoder.layers.0.mlp.linear_fc1.weight"]
     good = shard.view(-1)[3].clone()
     shard.view(-1)[3] = math.inf
-    run.step.refresh_weight_scales()  # as after a load
+    run.step.scales.refresh_weights()  # as after a load
     before = run.shards()
     with caplog.at_level("WARNING"):
         (result,) = run.train(range(1))
     assert result.skipped and "decoder.layers.0.mlp.linear_fc1 (FP8 weight)" in caplog.text
     assert_same_bytes(run.shards(), before)
     shard.view(-1)[3] = good
-    run.step.refresh_weight_scales()
+    run.step.scales.refresh_weights()
     assert not run.train(range(1, 2))[0].skipped
 
 
