@@ -155,7 +155,7 @@ def _train_in(
     fingerprint = _fingerprint(config, datasets, model)
     state, certificate = TrainState(), None
     if source is not None:
-        state, certificate = load_run(source, step, config, scaler, fingerprint)
+        certificate = load_run(source, state, step, fingerprint)
     folders.release_source()
     save_dir = open_save_dir(config, run_dir, fresh=state.iteration == 0)
     backend = model.backend.record()

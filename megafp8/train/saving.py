@@ -89,13 +89,7 @@ class RunSaver:
             self._ended(self.state.iteration, None, error)
             return
         tensors, record = checkpoint_content(
-            self.state,
-            self.step,
-            self.mesh,
-            self.config,
-            self.manifest_sha256,
-            self.vocab_size,
-            self.fingerprint,
+            self.state, self.step, self.manifest_sha256, self.vocab_size, self.fingerprint
         )
         self._positions[self.state.iteration] = self.state.consumed_samples
         self._saver.save(

@@ -1,14 +1,21 @@
 """The cycle of FP8 scales around a training step: what casts saw, agreed on by ranks, updated."""
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megafp8.checkpoint import CheckpointRecord
+from megafp8.checkpoint.agree import on_all_ranks
+from megafp8.checkpoint.scale_checks import recorded_recipe
+from megafp8.checkpoint.scale_state import scale_targets, scale_tensors, take_scales
 from megafp8.config.precision import PrecisionConfig
 from megafp8.numerics import ScaleRegistry, compute_amax
 from megafp8.parallel.mesh import Mesh
+from megafp8.train.parts import Stored
 
 
 class ScaleCycle:
@@ -16,8 +23,15 @@ class ScaleCycle:
 
     Per step: `begin`, `between_micro_batches` after each micro-batch but the last, `fault` before
     the step is decided on, and `end`. Without FP8, and where there is no state, each does what is
-    left of it, down to nothing.
+    left of it, down to nothing. Scales are a part of the run's state, which goes with the weights.
+
+    Attributes:
+        rule: what the last load did to scales that differ between ranks, in words; None where none
+            do.
     """
+
+    name = "FP8 scales"
+    with_weights = True
 
     def __init__(
         self,
@@ -38,6 +52,7 @@ class ScaleCycle:
         self._shared = precision.fp8_reduce_amax
         # With one window entry per micro-batch, scales move before the step is known to be good.
         self._moves_within = registry is not None and precision.fp8_amax_window != "step"
+        self.rule: str | None = None
         self._before: tuple[Tensor, Tensor] | None = None
         self._bad_before: Tensor | None = None
         self._bad_weights: Tensor | None = None
@@ -115,6 +130,34 @@ class ScaleCycle:
         keys = self.registry.keys
         bad = self._bad_casts(self.registry).nonzero().flatten().tolist()
         return [f"{keys[index][0]} (FP8 {keys[index][1]})" for index in bad]
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """Return none: all of it are tensors."""
+        return {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return scales and windows for a checkpoint, found equal where ranks share them."""
+        return scale_tensors(self.registry, self._mesh, self._shared)
+
+    def targets(self, path: Path, record: CheckpointRecord) -> dict[str, Tensor]:
+        """Return tensors for scales and windows as a checkpoint has them, for all of its ranks."""
+        return scale_targets(self.registry, record, path, self._mesh, self._shared)
+
+    def take(self, stored: Stored) -> None:
+        """Go on with a checkpoint's windows and look at the loaded weights; see `take_scales`.
+
+        Raises:
+            CheckpointError: on every rank; a stored scale or window is none.
+        """
+        before = recorded_recipe(stored.record)
+
+        def mine() -> str | None:
+            where = stored.path, self._mesh, self._shared, before
+            return take_scales(self.registry, stored.tensors, stored.absent, *where)
+
+        rules = on_all_ranks(f"loading {stored.path}", mine, None)
+        self.rule = rules[self._mesh.world.rank]
+        self.refresh_weights()
 
     def _bad_casts(self, registry: ScaleRegistry) -> Tensor:
         """Bool [N]: this rank's FP8 tensors that held an inf or NaN in this step."""

@@ -15,6 +15,7 @@ from megafp8.parallel.mesh import Mesh
 from megafp8.train.gradients import Gradients
 from megafp8.train.loss_scaler import LossScaler
 from megafp8.train.optimizer import build_optimizer, take_step
+from megafp8.train.parts import NamedPart, StatePart
 from megafp8.train.scales import ScaleCycle
 
 log = get_logger(__name__)
@@ -42,7 +43,7 @@ class StepResult:
 
 
 class TrainingStep:
-    """Runs iterations on a model; owns the optimizer.
+    """Runs iterations on a model; owns the optimizer and `parts`, the run's state beside it.
 
     The loss of a micro-batch is the *sum* over its tokens. Gradients are multiplied once, after all
     reductions, by 1 / (tokens of the global batch), so no split of the batch changes the weighting.
@@ -59,6 +60,14 @@ class TrainingStep:
         self._last_fault = ""  # what the newest bad step's gradients were not finite in
         masters = {entry.name: entry.shard for entry in self.gradients.entries}
         self.scales = ScaleCycle(model.registry, config.precision, mesh, masters)
+        self.parts: list[StatePart] = []
+        self.register(NamedPart("loss_scaler", loss_scaler))
+        self.register(self.scales)
+
+    def register(self, part: StatePart) -> None:
+        """Have one more part of the state saved and resumed; before a checkpoint is loaded."""
+        assert part.name not in {other.name for other in self.parts}, part.name
+        self.parts.append(part)
 
     def run(
         self, micro_batches: list[dict[str, Tensor]], learning_rate: float, iteration: int

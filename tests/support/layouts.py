@@ -166,22 +166,11 @@ class Training:
 
     def save(self, root: str | Path) -> str:
         """Write a checkpoint below `root` and return its directory."""
-        return str(
-            save_state(
-                Path(root),
-                self.state,
-                self.step,
-                self.mesh,
-                self.config,
-                None,
-                self.shape.vocab_size,
-            )
-        )
+        return str(save_state(Path(root), self.state, self.step, self.shape.vocab_size))
 
     def load(self, directory: str | Path) -> None:
         """Put this run where a checkpoint was."""
-        state = load_state(Path(directory), self.step, self.config, self.step.loss_scaler)
-        self.loop.state = state
+        self.loop.state = load_state(Path(directory), self.step)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Return this rank's stages' parameters whole; collective over the stage's ranks."""
