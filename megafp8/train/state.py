@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from megafp8.checkpoint.scale_state import SCALE_PREFIXES
 from megafp8.checkpoint.values import flaw
 from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.errors import CheckpointError
+from megafp8.layers.parameters import gradient_like
 from megafp8.log import get_logger
 from megafp8.train.continuity import check_same_run, schedule_changes
 from megafp8.train.new_tokens import check_rows, start_new_tokens
@@ -86,18 +87,6 @@ class TrainState:
         )
 
 
-def _placed_like(parameter: Any, local: Tensor) -> DTensor:
-    """A local optimizer tensor as a shard of a global one, placed as its parameter is."""
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
 def state_tensors(step: TrainingStep, optimizer: bool, loading: bool) -> dict[str, Tensor]:
     """Live tensors under their canonical checkpoint names.
 
@@ -116,11 +105,11 @@ def state_tensors(step: TrainingStep, optimizer: bool, loading: bool) -> dict[st
                 continue
             name = EMBEDDING
         tensors[name] = entry.parameter.data
-        prefix = f"optimizer.{entry.name}."
+        parameter, prefix = cast(DTensor, entry.parameter), f"optimizer.{entry.name}."
         for key, value in moments.items():
             if key.startswith(prefix):
                 saved = f"optimizer.{name}.{key.removeprefix(prefix)}"
-                tensors[saved] = _placed_like(entry.parameter, value) if value.dim() else value
+                tensors[saved] = gradient_like(value, parameter) if value.dim() else value
     return tensors
 
 

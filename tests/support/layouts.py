@@ -24,6 +24,7 @@ from megafp8.checkpoint.tensor_file import bytes_view
 from megafp8.config.cli import load_config
 from megafp8.data.loader import build_datasets
 from megafp8.launch.dry_run import preflight
+from megafp8.layers.parameters import gradient_like
 from megafp8.model import build_model
 from megafp8.parallel import World, build_mesh
 from megafp8.parallel.traffic import summarize
@@ -35,7 +36,7 @@ from megafp8.train.loss_scaler import build_loss_scaler
 from megafp8.train.metrics import IterationMetrics
 from megafp8.train.schedule import LearningRateSchedule
 from megafp8.train.signals import StopSignals
-from megafp8.train.state import TrainState, _placed_like, state_tensors
+from megafp8.train.state import TrainState, state_tensors
 from megafp8.train.step import TrainingStep
 from tests.support.states import load_state, save_state
 
@@ -154,7 +155,7 @@ class Training:
         def norm_and_copy(*arguments: Any) -> Tensor:
             for entry in gradients.entries:
                 assert entry.shard.grad is not None
-                placed = _placed_like(entry.parameter, entry.shard.grad.clone())
+                placed = gradient_like(entry.shard.grad.clone(), entry.parameter)
                 found[entry.name] = placed.full_tensor()
             return norm(*arguments)
 
