@@ -13,6 +13,8 @@ from megafp8.errors import CheckpointError
 
 # 2: the file has a checksum of its own content.
 FORMAT_VERSION = 2
+# Tensors of further parts of a run's state begin with it; a run may lack them or not know them.
+STATE_PREFIX = "state."
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.find import read_record
 from megafp8.checkpoint.load import load_tensors
+from megafp8.checkpoint.record import STATE_PREFIX
 from megafp8.checkpoint.scale_state import SCALE_PREFIXES
 from megafp8.config import ModelShape, RunConfig
 from megafp8.model import Model, build_model
@@ -54,7 +55,8 @@ def load_model(checkpoint: Path, world: World) -> tuple[Model, RunConfig, ModelS
     tensors: dict[str, Tensor] = {
         name: parameter.data for name, parameter in model.parameters.items() if name in model.specs
     }
-    load_tensors(checkpoint, tensors, lambda name: name.startswith((*SCALE_PREFIXES, "optimizer.")))
+    unused = (*SCALE_PREFIXES, STATE_PREFIX, "optimizer.")
+    load_tensors(checkpoint, tensors, lambda name: name.startswith(unused))
     model.copy_tied_embedding()
     model.set_training(False)
     return model, config, shape, mesh

@@ -1,15 +1,18 @@
 """From what the backward left to one global norm, with every parameter counted once."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megafp8.config import ParameterSpec
 from megafp8.layers.parameters import local
 from megafp8.model import Model
 from megafp8.parallel.mesh import Mesh
-from megafp8.train.optimizer import NamedShard, wants_decay
+from megafp8.train.optimizer import wants_decay
+from megafp8.train.shards import NamedShard
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,9 @@ class Gradients:
     def named_shards(self) -> list[NamedShard]:
         """The local fp32 shards for `build_optimizer`, in a fixed order."""
         return [
-            NamedShard(e.name, e.shard, wants_decay(e.name, e.parameter.dim()))
+            NamedShard(
+                e.name, e.shard, wants_decay(e.name, e.parameter.dim()), cast(DTensor, e.parameter)
+            )
             for e in self.entries
         ]
 

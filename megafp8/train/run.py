@@ -98,7 +98,10 @@ def run(
             check_same_choice(choice)
         mesh = build_mesh(config.layout(world.size), world)
         shape = ModelShape.from_config(config, vocab_size)
-        ended_by = _train(config, shape, mesh, datasets, signals, watch, choice, launch.started)
+        with hold_folders(config) as folders:
+            ended_by = _train(
+                config, shape, mesh, datasets, signals, watch, choice, launch.started, folders
+            )
         stop()
     return ended_by
 
@@ -130,32 +133,17 @@ def _train(
     watch: Watch,
     choice: PrecisionChoice | None,
     started: float,
-) -> int:
-    with hold_folders(config) as folders:
-        return _train_in(config, shape, mesh, datasets, signals, watch, choice, started, folders)
-
-
-def _train_in(
-    config: RunConfig,
-    shape: ModelShape,
-    mesh: Mesh,
-    datasets: Datasets,
-    signals: StopSignals,
-    watch: Watch,
-    choice: PrecisionChoice | None,
-    started: float,
     folders: HeldFolders,
 ) -> int:
     """Train in folders that are this job's alone."""
     run_dir, source = folders.run_dir, folders.source
     plan = build_plan(config, shape, mesh.layout)
     model = _build(config, shape, plan, mesh)
-    scaler = build_loss_scaler(config.precision)
-    step = TrainingStep(config, model, mesh, scaler)
+    step = TrainingStep(config, model, mesh, build_loss_scaler(config.precision))
     fingerprint = _fingerprint(config, datasets, model)
     state, certificate = TrainState(), None
     if source is not None:
-        state, certificate = load_run(source, step, config, scaler, fingerprint)
+        certificate = load_run(source, state, step, fingerprint)
     folders.release_source()
     save_dir = open_save_dir(config, run_dir, fresh=state.iteration == 0)
     backend = model.backend.record()
@@ -170,8 +158,6 @@ def _train_in(
         if certificate is not None:
             _note_resume(audit, state, certificate, manifest)
         saver = RunSaver(
-            config,
-            mesh,
             step,
             state,
             audit,

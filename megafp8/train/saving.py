@@ -7,10 +7,8 @@ from typing import Any
 
 from megafp8.checkpoint import Saver
 from megafp8.checkpoint.agree import on_first_rank
-from megafp8.config import RunConfig
 from megafp8.errors import CheckpointError, TrainingError
 from megafp8.log import get_logger
-from megafp8.parallel.mesh import Mesh
 from megafp8.precision import AuditLog
 from megafp8.train.state import TrainState, checkpoint_content
 from megafp8.train.step import TrainingStep
@@ -34,8 +32,6 @@ class RunSaver:
 
     def __init__(
         self,
-        config: RunConfig,
-        mesh: Mesh,
         step: TrainingStep,
         state: TrainState,
         audit: AuditLog,
@@ -50,8 +46,6 @@ class RunSaver:
         """Prepare; a collective call.
 
         Args:
-            config: the run.
-            mesh: of this rank.
             step: owns model and optimizer.
             state: position; what is loaded into it counts as saved.
             audit: where saves and failures are noted.
@@ -62,15 +56,15 @@ class RunSaver:
             vocab_size: recorded in checkpoints.
             fingerprint: of what the run reads, recorded in checkpoints.
         """
-        self.config, self.mesh, self.step, self.state = config, mesh, step, state
+        self.step, self.state = step, state
         self.audit, self.folder, self.ours = audit, folder, ours
         self.manifest_sha256, self.vocab_size = manifest_sha256, vocab_size
         self.fingerprint = fingerprint
         # Writing takes longer than a step: a limit that fits collectives must not end it.
-        timeout = mesh.world.timeout
+        timeout = step.mesh.world.timeout
         limit = None if timeout is None else max(timeout, timedelta(minutes=10))
         self._saver = Saver(
-            background=config.checkpoint.async_save, timeout=limit, report=self._ended
+            background=step.config.checkpoint.async_save, timeout=limit, report=self._ended
         )
         self._saved = state.iteration
         self.newest = newest
@@ -89,13 +83,7 @@ class RunSaver:
             self._ended(self.state.iteration, None, error)
             return
         tensors, record = checkpoint_content(
-            self.state,
-            self.step,
-            self.mesh,
-            self.config,
-            self.manifest_sha256,
-            self.vocab_size,
-            self.fingerprint,
+            self.state, self.step, self.manifest_sha256, self.vocab_size, self.fingerprint
         )
         self._positions[self.state.iteration] = self.state.consumed_samples
         self._saver.save(
@@ -103,7 +91,7 @@ class RunSaver:
             self.state.iteration,
             tensors,
             record,
-            keep_last=self.config.checkpoint.keep_last,
+            keep_last=self.step.config.checkpoint.keep_last,
         )
 
     def poll(self) -> None:

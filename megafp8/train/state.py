@@ -4,39 +4,28 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megafp8.checkpoint import (
-    CheckpointRecord,
-    LoadReport,
-    load_with_report,
-    read_record,
-)
+from megafp8.checkpoint import CheckpointRecord, LoadReport, load_with_report, read_record
 from megafp8.checkpoint.agree import on_all_ranks
 from megafp8.checkpoint.files import iteration_of
 from megafp8.checkpoint.find import advice
+from megafp8.checkpoint.record import STATE_PREFIX
 from megafp8.checkpoint.reshard import layout_fields
-from megafp8.checkpoint.scale_checks import recorded_recipe
-from megafp8.checkpoint.scale_state import (
-    SCALE_PREFIXES,
-    scale_targets,
-    scale_tensors,
-    take_scales,
-)
+from megafp8.checkpoint.scale_state import SCALE_PREFIXES
 from megafp8.checkpoint.values import flaw
-from megafp8.config import RunConfig
 from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.errors import CheckpointError
+from megafp8.layers.parameters import gradient_like
 from megafp8.log import get_logger
-from megafp8.parallel.mesh import Mesh
 from megafp8.train.continuity import check_same_run, schedule_changes
-from megafp8.train.loss_scaler import LossScaler
 from megafp8.train.new_tokens import check_rows, start_new_tokens
 from megafp8.train.optimizer import optimizer_tensors
+from megafp8.train.parts import Stored
 from megafp8.train.step import TrainingStep
 
 log = get_logger(__name__)
@@ -44,7 +33,7 @@ log = get_logger(__name__)
 
 @dataclass
 class TrainState:
-    """Everything that changes while training and is not a tensor.
+    """Position and counters of a run: the part of its state that says where it is.
 
     Attributes:
         iteration: completed iterations.
@@ -53,22 +42,49 @@ class TrainState:
         nan_iterations: iterations with a non-finite loss.
     """
 
+    name = "data position"
+    with_weights = False
+
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
 
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """Return position and counters; the iteration has a field of its own in the record."""
+        counters = {
+            "skipped_iterations": self.skipped_iterations,
+            "nan_iterations": self.nan_iterations,
+        }
+        return {"data_position": {"consumed_samples": self.consumed_samples}, "state": counters}
 
-def _placed_like(parameter: Any, local: Tensor) -> DTensor:
-    """A local optimizer tensor as a shard of a global one, placed as its parameter is."""
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    def tensors(self) -> dict[str, Tensor]:
+        """Return none."""
+        return {}
+
+    def targets(self, path: Path, record: CheckpointRecord) -> dict[str, Tensor]:
+        """Return none."""
+        return {}
+
+    def take(self, stored: Stored) -> None:
+        """Be where the run that saved was.
+
+        Raises:
+            CheckpointError: the checkpoint has no position.
+        """
+        path, record = stored.path, stored.record
+        if "consumed_samples" not in record.data_position:
+            raise CheckpointError(f"{path}: megafp8.json holds no {self.name}")
+        self.iteration = record.iteration
+        self.consumed_samples = int(record.data_position["consumed_samples"])
+        self.skipped_iterations = int(record.state.get("skipped_iterations", 0))
+        self.nan_iterations = int(record.state.get("nan_iterations", 0))
+        log.info(
+            "loaded %s: iteration %d, %d samples consumed",
+            path,
+            self.iteration,
+            self.consumed_samples,
+        )
 
 
 def state_tensors(step: TrainingStep, optimizer: bool, loading: bool) -> dict[str, Tensor]:
@@ -89,19 +105,17 @@ def state_tensors(step: TrainingStep, optimizer: bool, loading: bool) -> dict[st
                 continue
             name = EMBEDDING
         tensors[name] = entry.parameter.data
-        prefix = f"optimizer.{entry.name}."
+        parameter, prefix = cast(DTensor, entry.parameter), f"optimizer.{entry.name}."
         for key, value in moments.items():
             if key.startswith(prefix):
                 saved = f"optimizer.{name}.{key.removeprefix(prefix)}"
-                tensors[saved] = _placed_like(entry.parameter, value) if value.dim() else value
+                tensors[saved] = gradient_like(value, parameter) if value.dim() else value
     return tensors
 
 
 def checkpoint_content(
     state: TrainState,
     step: TrainingStep,
-    mesh: Mesh,
-    config: RunConfig,
     manifest_sha256: str | None,
     vocab_size: int,
     fingerprint: Mapping[str, Any] | None = None,
@@ -110,21 +124,22 @@ def checkpoint_content(
 
     `fingerprint` is what a later run compares with its own (`check_same_run`).
     """
-    tensors = state_tensors(step, not config.checkpoint.no_save_optim, loading=False)
-    tensors |= scale_tensors(step.model.registry, mesh, config.precision.fp8_reduce_amax)
+    tensors = state_tensors(step, not step.config.checkpoint.no_save_optim, loading=False)
+    sections: dict[str, dict[str, Any]] = {"data_position": {}, "state": {}}
+    for part in (state, *step.parts):
+        tensors |= part.tensors()
+        for section, entries in part.sections().items():
+            sections[section] |= entries
+    sections["state"]["vocab_size"] = vocab_size
+    if fingerprint is not None:
+        sections["state"]["fingerprint"] = dict(fingerprint)
     record = CheckpointRecord(
         iteration=state.iteration,
-        config=config.model_dump(mode="json"),
-        layout=layout_fields(mesh.layout),
-        data_position={"consumed_samples": state.consumed_samples},
+        config=step.config.model_dump(mode="json"),
+        layout=layout_fields(step.mesh.layout),
+        data_position=sections["data_position"],
         manifest_sha256=manifest_sha256,
-        state={
-            "skipped_iterations": state.skipped_iterations,
-            "nan_iterations": state.nan_iterations,
-            "loss_scaler": step.loss_scaler.state_dict(),
-            "vocab_size": vocab_size,
-        }
-        | ({} if fingerprint is None else {"fingerprint": dict(fingerprint)}),
+        state=sections["state"],
     )
     return tensors, record
 
@@ -157,26 +172,24 @@ class Certificate:
 
 def load_run(
     path: Path,
+    state: TrainState,
     step: TrainingStep,
-    config: RunConfig,
-    scaler: LossScaler,
     fingerprint: Mapping[str, Any] | None = None,
-) -> tuple[TrainState, Certificate]:
-    """Put weights, optimizer, scales and position back; a collective call at any layout.
+) -> Certificate:
+    """Put weights, optimizer and the parts of the state back; a collective call at any layout.
 
     Args:
         path: A complete checkpoint.
-        step: Owns model and optimizer.
-        config: The run.
-        scaler: Of the loss.
+        state: The position; with `--finetune` it stays where it is.
+        step: Owns model, optimizer and the other parts.
         fingerprint: What the run reads, the same on all ranks; compared with what was read before.
 
     Raises:
         CheckpointError: on every rank, with names: a weight is missing or unknown, shapes differ,
             a file is damaged, a corpus is another.
     """
-    checkpoint = config.checkpoint
-    with_optimizer = not (checkpoint.no_load_optim or checkpoint.finetune)
+    config, finetune = step.config, step.config.checkpoint.finetune
+    with_optimizer = not (config.checkpoint.no_load_optim or finetune)
     record = read_record(path)
     named = iteration_of(path.name)
     if named is not None and named != record.iteration:
@@ -191,26 +204,20 @@ def load_run(
             "--no-save-optim); give --finetune to start from its weights at iteration 0, or "
             f"--no-load-optim to go on at iteration {record.iteration} with moments of zero"
         )
-    registry = step.model.registry
-    reduced = config.precision.fp8_reduce_amax
-    scales = scale_targets(registry, record, path, step.mesh, reduced)
-    report = load_with_report(path, tensors | scales, _optional(with_optimizer))
+    parts = [part for part in (state, *step.parts) if part.with_weights or not finetune]
+    targets = [part.targets(path, record) for part in parts]
+    wanted = tensors | {name: value for own in targets for name, value in own.items()}
+    report = load_with_report(path, wanted, _optional(with_optimizer))
     _check_values(path, tensors)
-    start_new_tokens(path, record, tensors, vocab_size, checkpoint.new_tokens_from_mean)
+    start_new_tokens(path, record, tensors, vocab_size, config.checkpoint.new_tokens_from_mean)
     _copy_tied(step, with_optimizer)
-    before = recorded_recipe(record)
-    rule = on_all_ranks(
-        f"loading {path}",
-        lambda: take_scales(registry, scales, report.absent, path, step.mesh, reduced, before),
-        None,
-    )[step.mesh.world.rank]
-    step.refresh_weight_scales()
-    certificate = _certify(path, record, step, report, rule)
-    if checkpoint.finetune:
+    # The position last: with it all is loaded.
+    for part, own in reversed([*zip(parts, targets, strict=True)]):
+        part.take(Stored(path, record, own, report.absent))
+    certificate = _certify(path, record, step, report)
+    if finetune:
         log.info("loaded the weights of %s; training starts at iteration 0 (--finetune)", path)
-        return TrainState(), certificate
-    scaler.load_state_dict(record.state.get("loss_scaler", {}))
-    state = _position(path, record)
+        return certificate
     changes += schedule_changes(path, record, config, step.mesh.layout.dp)
     if any(reduction.error_feedback for reduction in step.model.fp8_reductions):
         # As large as the unsharded gradients and different on every rank: not worth its bytes.
@@ -218,22 +225,7 @@ def load_run(
             "--fp8-grad-error-feedback starts from zero: checkpoints do not hold what the casts of "
             "gradients lost, so the next iterations differ in rounding from an uninterrupted run"
         )
-    return state, replace(certificate, changes=tuple(changes))
-
-
-def _position(path: Path, record: CheckpointRecord) -> TrainState:
-    """Where the run that saved was."""
-    try:
-        consumed = int(record.data_position["consumed_samples"])
-    except KeyError:
-        raise CheckpointError(f"{path}: megafp8.json holds no data position") from None
-    log.info("loaded %s: iteration %d, %d samples consumed", path, record.iteration, consumed)
-    return TrainState(
-        iteration=record.iteration,
-        consumed_samples=consumed,
-        skipped_iterations=int(record.state.get("skipped_iterations", 0)),
-        nan_iterations=int(record.state.get("nan_iterations", 0)),
-    )
+    return replace(certificate, changes=tuple(changes))
 
 
 def _check_values(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -266,7 +258,6 @@ def _certify(
     record: CheckpointRecord,
     step: TrainingStep,
     report: LoadReport,
-    rule: str | None,
 ) -> Certificate:
     registry = step.model.registry
     state = {} if registry is None else registry.tensors()
@@ -286,15 +277,15 @@ def _certify(
         },
         scale_state_sha256=hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else None,
         manifest_sha256=record.manifest_sha256,
-        scale_state_rule=rule,
+        scale_state_rule=step.scales.rule,
     )
 
 
 def _partners(absent: Collection[str]) -> set[str]:
     """The scales without their window, and windows without their scale: read, and not used."""
     both = {"scale": "amax_history", "amax_history": "scale"}
-    heads = ((head, both[tail]) for head, _, tail in (n.rpartition(".") for n in absent))
-    return {f"{head}.{other}" for head, other in heads} - set(absent)
+    scales = (name.rpartition(".") for name in absent if name.startswith(SCALE_PREFIXES))
+    return {f"{head}.{both[tail]}" for head, _, tail in scales} - set(absent)
 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -305,8 +296,8 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _optional(with_optimizer: bool) -> Callable[[str], bool]:
-    """Scale state may be absent or unwanted; optimizer state is unwanted if it is not loaded."""
-    prefixes = SCALE_PREFIXES if with_optimizer else (*SCALE_PREFIXES, "optimizer.")
+    """Parts of the state may be absent or unwanted; optimizer state is unwanted if not loaded."""
+    prefixes = (*SCALE_PREFIXES, STATE_PREFIX, *(() if with_optimizer else ("optimizer.",)))
     return lambda name: name.startswith(prefixes)
 
 

@@ -157,7 +157,7 @@ def starts_rounded(flags: tuple[str, ...], rounded: bool) -> Curve:
         with torch.no_grad():
             shard = weight.to_local()
             shard.copy_(shard.bfloat16())
-        training.step.refresh_weight_scales()
+        training.step.scales.refresh_weights()
     return training.iterate(SPIKE + 2)
 
 

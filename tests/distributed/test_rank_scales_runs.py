@@ -59,10 +59,7 @@ def leg(
     rule, registry = None, training.model.registry
     assert registry is not None
     if load is not None:
-        training.loop.state, certificate = load_run(
-            Path(load), training.step, training.config, training.step.loss_scaler
-        )
-        rule = certificate.scale_state_rule
+        rule = load_run(Path(load), training.state, training.step).scale_state_rule
     before = registry.tensors()
     curve = training.iterate(iterations)
     saved = training.save(save) if save is not None else ""

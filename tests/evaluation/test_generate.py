@@ -50,7 +50,7 @@ def pattern_batch(run: Run, iteration: int) -> list[dict[str, Tensor]]:
 
 def save(run: Run, root: Path, iteration: int) -> Path:
     vocab = TOKENIZER.vocab_size
-    return save_state(root, TrainState(iteration), run.step, run.mesh, run.config, None, vocab)
+    return save_state(root, TrainState(iteration), run.step, vocab)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def reshard(path: str, root: str) -> str:
         pipeline_schedule="gpipe",
     )
     run = start_run(config, TOKENIZER.vocab_size)
-    load_state(Path(path), run.step, config, run.step.loss_scaler)
+    load_state(Path(path), run.step)
     return str(save(run, Path(root), 77))
 
 

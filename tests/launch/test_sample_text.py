@@ -25,7 +25,7 @@ def source(one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = small_config(num_layers=2, vocab_size=VOCAB, tokenizer_type=None, mock_data=True)
     run = start_run(config, VOCAB)
     root = tmp_path_factory.mktemp("mock")
-    save_state(root, TrainState(1), run.step, run.mesh, run.config, None, VOCAB)
+    save_state(root, TrainState(1), run.step, VOCAB)
     return root
 
 

@@ -24,6 +24,7 @@ from megafp8.checkpoint.tensor_file import bytes_view
 from megafp8.config.cli import load_config
 from megafp8.data.loader import build_datasets
 from megafp8.launch.dry_run import preflight
+from megafp8.layers.parameters import gradient_like
 from megafp8.model import build_model
 from megafp8.parallel import World, build_mesh
 from megafp8.parallel.traffic import summarize
@@ -35,7 +36,7 @@ from megafp8.train.loss_scaler import build_loss_scaler
 from megafp8.train.metrics import IterationMetrics
 from megafp8.train.schedule import LearningRateSchedule
 from megafp8.train.signals import StopSignals
-from megafp8.train.state import TrainState, _placed_like, state_tensors
+from megafp8.train.state import TrainState, state_tensors
 from megafp8.train.step import TrainingStep
 from tests.support.states import load_state, save_state
 
@@ -154,7 +155,7 @@ class Training:
         def norm_and_copy(*arguments: Any) -> Tensor:
             for entry in gradients.entries:
                 assert entry.shard.grad is not None
-                placed = _placed_like(entry.parameter, entry.shard.grad.clone())
+                placed = gradient_like(entry.shard.grad.clone(), entry.parameter)
                 found[entry.name] = placed.full_tensor()
             return norm(*arguments)
 
@@ -166,22 +167,11 @@ class Training:
 
     def save(self, root: str | Path) -> str:
         """Write a checkpoint below `root` and return its directory."""
-        return str(
-            save_state(
-                Path(root),
-                self.state,
-                self.step,
-                self.mesh,
-                self.config,
-                None,
-                self.shape.vocab_size,
-            )
-        )
+        return str(save_state(Path(root), self.state, self.step, self.shape.vocab_size))
 
     def load(self, directory: str | Path) -> None:
         """Put this run where a checkpoint was."""
-        state = load_state(Path(directory), self.step, self.config, self.step.loss_scaler)
-        self.loop.state = state
+        self.loop.state = load_state(Path(directory), self.step)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Return this rank's stages' parameters whole; collective over the stage's ranks."""

@@ -13,12 +13,12 @@ from megafp8.config.optimizer import OptimizerConfig
 from megafp8.errors import ConfigurationError
 from megafp8.layers import apex
 from megafp8.train.optimizer import (
-    NamedShard,
     build_optimizer,
     check_optimizer,
     optimizer_tensors,
     take_step,
 )
+from megafp8.train.shards import NamedShard
 
 
 class FusedAdam(torch.optim.Optimizer):

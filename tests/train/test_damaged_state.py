@@ -49,14 +49,14 @@ def test_values_that_no_run_has_are_named(
     config = small_config(**FP8)
     run = start_run(config)
     run.train(range(1))
-    good = save_state(tmp_path, TrainState(1, 8), run.step, run.mesh, config, None, VOCAB)
+    good = save_state(tmp_path, TrainState(1, 8), run.step, VOCAB)
     path = rewritten(good, tmp_path, name, bad)
     with pytest.raises(CheckpointError) as raised:
-        load_state(path, run.step, config, run.step.loss_scaler)
+        load_state(path, run.step)
     text = str(raised.value)
     assert text.startswith(f"{path} holds values that no run has, in 1 tensor: {name} ({message})")
     assert text.endswith(f"; use --load {good} instead")
-    load_state(good, run.step, config, run.step.loss_scaler)
+    load_state(good, run.step)
 
 
 def rewritten(good: Path, root: Path, name: str, bad: float) -> Path:
@@ -78,11 +78,11 @@ def test_a_window_with_a_negative_amax_is_named(tmp_path: Path) -> None:
     config = small_config(**FP8)
     run = start_run(config)
     run.train(range(1))
-    good = save_state(tmp_path, TrainState(1, 8), run.step, run.mesh, config, None, VOCAB)
+    good = save_state(tmp_path, TrainState(1, 8), run.step, VOCAB)
     name = next(n for n in read_record(good).tensors if n.endswith(".amax_history"))
     path = rewritten(good, tmp_path, name, -2.0)
     with pytest.raises(CheckpointError, match=f"{name} holds -2"):
-        load_state(path, run.step, config, run.step.loss_scaler)
+        load_state(path, run.step)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 2), (10**13,)])
@@ -92,7 +92,7 @@ def test_a_window_of_an_impossible_shape_is_not_allocated(
     config = small_config(**FP8)
     run = start_run(config)
     run.train(range(1))
-    path = save_state(tmp_path, TrainState(1, 8), run.step, run.mesh, config, None, VOCAB)
+    path = save_state(tmp_path, TrainState(1, 8), run.step, VOCAB)
     record = read_record(path)
     name = next(name for name in record.tensors if name.endswith(".amax_history"))
     entry = dataclasses.replace(record.tensors[name], shape=shape)
@@ -109,8 +109,8 @@ def test_a_folder_of_another_iteration_is_told(
 ) -> None:
     config = small_config(**FP8)
     run = start_run(config)
-    path = save_state(tmp_path, TrainState(1, 8), run.step, run.mesh, config, None, VOCAB)
+    path = save_state(tmp_path, TrainState(1, 8), run.step, VOCAB)
     renamed = path.rename(tmp_path / "iter_0000999")
     with caplog.at_level(logging.WARNING, "megafp8"):
-        state = load_state(renamed, run.step, config, run.step.loss_scaler)
+        state = load_state(renamed, run.step)
     assert state.iteration == 1 and "is of iteration 1 by its record" in caplog.text

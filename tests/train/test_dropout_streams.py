@@ -88,7 +88,7 @@ def recorded(
     state = TrainState()
     if load is not None:
         path = Path(load) / "iter_0000002"
-        state = load_state(path, run.step, config, run.step.loss_scaler)
+        state = load_state(path, run.step)
         assert state.iteration == 2
     hidden, weights, losses = [], [], []
     for iteration in range(state.iteration, STEPS):
@@ -101,7 +101,7 @@ def recorded(
         weights.append(recorder.attention)
         if save is not None and iteration == 1:
             position = TrainState(2, 2 * SIZES["global_batch_size"])
-            save_state(Path(save), position, run.step, run.mesh, config, None, VOCAB)
+            save_state(Path(save), position, run.step, VOCAB)
     return hidden, weights, losses
 
 

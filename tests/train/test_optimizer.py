@@ -7,12 +7,12 @@ import torch
 
 from megafp8.config.optimizer import OptimizerConfig
 from megafp8.train.optimizer import (
-    NamedShard,
     build_optimizer,
     optimizer_tensors,
     take_step,
     wants_decay,
 )
+from megafp8.train.shards import NamedShard
 
 SHAPES = {
     "decoder.layers.0.mlp.linear_fc1.weight": (2, 6, 4),

@@ -81,8 +81,8 @@ def test_resume_and_evaluation_leave_no_trace(recipe: str, tmp_path: Path) -> No
     config = config_of(recipe)
     run, other = start_run(config), start_run(config)
     run.train(range(2))
-    path = save_state(tmp_path, TrainState(2, 16), run.step, run.mesh, config, None, VOCAB)
-    load_state(path, other.step, config, other.step.loss_scaler)
+    path = save_state(tmp_path, TrainState(2, 16), run.step, VOCAB)
+    load_state(path, other.step)
     loader = BatchLoader(
         MockGPTDataset(config.model.seq_length, VOCAB, 1, split="valid"),
         config.model.seq_length,
@@ -131,14 +131,14 @@ def test_a_weight_that_became_infinite_is_no_largest_fp8_number(
     shard = shards["decoder.layers.0.mlp.linear_fc1.weight"]
     good = shard.view(-1)[3].clone()
     shard.view(-1)[3] = math.inf
-    run.step.refresh_weight_scales()  # as after a load
+    run.step.scales.refresh_weights()  # as after a load
     before = run.shards()
     with caplog.at_level("WARNING"):
         (result,) = run.train(range(1))
     assert result.skipped and "decoder.layers.0.mlp.linear_fc1 (FP8 weight)" in caplog.text
     assert_same_bytes(run.shards(), before)
     shard.view(-1)[3] = good
-    run.step.refresh_weight_scales()
+    run.step.scales.refresh_weights()
     assert not run.train(range(1, 2))[0].skipped
 
 

@@ -51,7 +51,7 @@ def saved(
             root = tmp_path_factory.mktemp(name)
             state = TrainState(STEPS, 8 * STEPS)
             made[name] = (
-                save_state(root, state, run.step, run.mesh, config, None, VOCAB),
+                save_state(root, state, run.step, VOCAB),
                 {key: value for key, value in run.state().items() if key.startswith("fp8.")},
             )
         return made[name]
@@ -62,7 +62,7 @@ def saved(
 def resumed(path: Path, **changes: Any) -> Run:
     config = small_config(**{**FP8, "lr": 0.05, **changes})
     run = start_run(config)
-    load_state(path, run.step, config, run.step.loss_scaler)
+    load_state(path, run.step)
     return run
 
 
@@ -187,7 +187,7 @@ def test_weights_start_with_the_scale_of_their_masters(tmp_path):
     bf16 = small_config(bf16=True, lr=0.05)
     plain = start_run(bf16)
     plain.train(range(2))
-    path = save_state(tmp_path, TrainState(2, 16), plain.step, plain.mesh, bf16, None, VOCAB)
+    path = save_state(tmp_path, TrainState(2, 16), plain.step, VOCAB)
     fresh = start_run(small_config(**FP8))
     switched = resumed(path)
     for run in (fresh, switched):
@@ -219,7 +219,7 @@ def test_a_step_leaves_no_weight_behind_the_other_tensors_windows(tmp_path):
     config = small_config(**FP8)
     run = start_run(config)
     wanted = registry_of(run).tensors()
-    path = save_state(tmp_path, TrainState(), run.step, run.mesh, config, None, VOCAB)
+    path = save_state(tmp_path, TrainState(), run.step, VOCAB)
     assert_same_bytes(registry_of(resumed(path)).tensors(), wanted)
     other = registry_of(resumed(path, fp8_margin=2))
     assert other.scale.tolist() == [

@@ -2,6 +2,7 @@
 
 from tests.tools.mutant_table.mutant import Mutant
 
+SCALES = "megafp8/train/scales.py"
 LOOP, STEP, STATE = "megafp8/train/loop.py", "megafp8/train/step.py", "megafp8/train/state.py"
 GRADIENTS, OPTIMIZER = "megafp8/train/gradients.py", "megafp8/train/optimizer.py"
 SHAPE = "megafp8/config/shape.py"
@@ -61,16 +62,16 @@ TRAIN = (
     ),
     Mutant(
         "loss scale not saved",
-        STATE,
-        '            "loss_scaler": step.loss_scaler.state_dict(),\n',
+        STEP,
+        '        self.register(NamedPart("loss_scaler", loss_scaler))\n',
         "",
         "an FP16 run resumes at the initial loss scale",
         (f"{RESUME}[fp16]",),
     ),
     Mutant(
         "weight scales not refreshed after a load",
-        STATE,
-        "    step.refresh_weight_scales()\n",
+        SCALES,
+        "        self.rule = rules[self._mesh.world.rank]\n        self.refresh_weights()\n",
         "",
         "weights gathered in FP8 are cast with the scales of their initial values",
         (f"{RESUME}[fsdp2-tensorwise-gathered]",),
@@ -85,8 +86,8 @@ TRAIN = (
     ),
     Mutant(
         "tensor-parallel ranks share a weight's scale",
-        STEP,
-        "return rows[self.mesh.tp_rank]",
+        SCALES,
+        "return rows[self._mesh.tp_rank]",
         "return rows.amax(0)",
         "--no-fp8-reduce-amax shares scales over tp all the same",
         (
@@ -113,15 +114,15 @@ TRAIN = (
     Mutant(
         "a skipped step moves scales",
         STEP,
-        "self._update_scales(skipped, before)",
-        "self._update_scales(False, before)",
+        "self.scales.end(skipped)",
+        "self.scales.end(False)",
         "the amaxes of a bad step enter the windows",
         ("train/test_step.py", "train/test_recipe_state.py"),
     ),
     Mutant(
         "weights leave no amax",
-        STEP,
-        "registry.pending_amax[self._fp8_weight_indices] = self._weight_amaxes(registry)",
+        SCALES,
+        "registry.pending_amax[self._weight_indices] = self._weight_amaxes(registry)",
         "self._weight_amaxes(registry)",
         "scales of weights stay at 1",
         ("train/test_fp8_state.py::test_one_entry_per_tensor_and_step",),
