@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megafp8.config.backend import attention_refusals, transformer_engine_refusal
+from megafp8.config.data import TOKENIZER_TYPES, WITHOUT_MODEL, tokenizer_refusal
 from megafp8.config.idle_flags import idle_flags, spelled
 from megafp8.config.layout import chunks_per_rank, ramp_sizes
 from megafp8.config.user_buffers import user_buffer_problems
@@ -47,16 +48,14 @@ def check_trainable(config: RunConfig) -> None:
     kind = data.tokenizer_type
     if kind is None and not (data.mock_data and data.vocab_size is not None):
         raise ConfigurationError(
-            "--tokenizer-type is missing; allowed: SentencePieceTokenizer, HuggingFaceTokenizer, "
-            "ByteTokenizer, NullTokenizer (or --vocab-size alone with --mock-data)"
+            f"--tokenizer-type is missing; allowed: {', '.join(TOKENIZER_TYPES)} (or --vocab-size "
+            "alone with --mock-data)"
         )
-    if kind in ("SentencePieceTokenizer", "HuggingFaceTokenizer") and data.tokenizer_model is None:
-        hint = "; --mock-data needs none: --tokenizer-type NullTokenizer" if data.mock_data else ""
-        raise ConfigurationError(f"--tokenizer-type {kind} needs --tokenizer-model PATH{hint}")
-    if kind in ("ByteTokenizer", "NullTokenizer") and data.tokenizer_model is not None:
-        raise ConfigurationError(
-            f"--tokenizer-type {kind} takes no --tokenizer-model, found {data.tokenizer_model}"
-        )
+    refusal = kind and tokenizer_refusal(kind, data.tokenizer_model, data.vocab_size)
+    if refusal and kind not in WITHOUT_MODEL and data.mock_data:
+        refusal += "; --mock-data needs none: --tokenizer-type NullTokenizer"
+    if refusal:
+        raise ConfigurationError(refusal)
 
 
 LATER = "is not built yet in this version"
@@ -154,11 +153,6 @@ def _tensor_parallel(config: RunConfig) -> Iterator[str]:
         ("num_attention_heads", model.num_attention_heads),
         ("num_query_groups", model.query_groups),
         ("ffn_hidden_size", model.ffn_size),
-        (
-            f"vocabulary padded to --make-vocab-size-divisible-by "
-            f"{model.make_vocab_size_divisible_by}:",
-            config.known_padded_vocab_size,
-        ),
     ]
     if config.parallel.sequence_parallel:
         if tp == 1:
@@ -168,7 +162,7 @@ def _tensor_parallel(config: RunConfig) -> Iterator[str]:
             )
         sizes.append(("with --sequence-parallel seq_length", model.seq_length))
     for name, size in sizes:
-        if size is not None and size % tp:
+        if size % tp:
             yield f"{name} {size} is not divisible by tensor_model_parallel_size {tp}"
 
 
@@ -416,8 +410,6 @@ def _data(config: RunConfig) -> Iterator[str]:
         yield f"{', '.join(split_flags)} needs --train-data-path"
     if data.split is not None and split_paths:
         yield f"--split {data.split} divides --data-path; it contradicts {', '.join(split_flags)}"
-    if data.tokenizer_type == "NullTokenizer" and data.vocab_size is None:
-        yield "--tokenizer-type NullTokenizer needs --vocab-size"
 
 
 def _records(config: RunConfig) -> Iterator[str]:

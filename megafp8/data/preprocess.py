@@ -29,6 +29,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from megafp8.config.data import WITHOUT_MODEL
 from megafp8.data.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetWriter,
@@ -45,7 +46,6 @@ from megafp8.data.sources import (
     read_texts,
 )
 from megafp8.data.tokenizers import (
-    WITHOUT_MODEL,
     Tokenizer,
     build_tokenizer,
     lost_characters,
@@ -70,7 +70,7 @@ class PreprocessOptions:
     """How records become token ids.
 
     Attributes:
-        tokenizer_type: One of `tokenizers.TOKENIZER_TYPES`.
+        tokenizer_type: One of `config.data.TOKENIZER_TYPES`.
         tokenizer_model: Model file or folder, for the types that have one.
         vocab_size: For NullTokenizer.
         json_keys: Keys of JSONL records; each gives a dataset of its own.

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import sentencepiece
 import tokenizers as hf_tokenizers
 
+from megafp8.config.data import BYTE_TOKENIZER_SIZE, tokenizer_refusal
 from megafp8.data.tokenizer_json import (
     CONFIG_NAME,
     definition_files,
@@ -37,15 +38,6 @@ _SPACE_SYMBOL = "\u2581"
 
 # Lost characters that a message names.
 _NAMED = 5
-
-TOKENIZER_TYPES = (
-    "SentencePieceTokenizer",
-    "HuggingFaceTokenizer",
-    "ByteTokenizer",
-    "NullTokenizer",
-)
-# These read no file.
-WITHOUT_MODEL = ("ByteTokenizer", "NullTokenizer")
 
 
 class Tokenizer(Protocol):
@@ -88,8 +80,8 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """One id per UTF-8 byte (0..255) and 256 for the end of a document."""
 
-    vocab_size = 257
-    eod = 256
+    vocab_size = BYTE_TOKENIZER_SIZE
+    eod = BYTE_TOKENIZER_SIZE - 1
     notes = ()
     files = ()
 
@@ -114,8 +106,7 @@ class NullTokenizer:
     files = ()
 
     def __init__(self, vocab_size: int) -> None:
-        if vocab_size < 1:
-            raise DataError(f"NullTokenizer: --vocab-size {vocab_size}, expected at least 1")
+        assert vocab_size >= 1, vocab_size
         self.eod = vocab_size
         self.vocab_size = vocab_size + 1
 
@@ -315,27 +306,22 @@ def build_tokenizer(data: Any) -> Tokenizer | None:
         The tokenizer; None if `tokenizer_type` is None.
 
     Raises:
-        DataError: The model is missing or unreadable, or given to a type that reads none; the type
-            is unknown.
+        DataError: The model is missing or unreadable, or given to a type that reads none.
     """
     kind, model = data.tokenizer_type, data.tokenizer_model
     if kind is None:
         return None
-    if model is not None and kind in WITHOUT_MODEL:
-        raise DataError(f"--tokenizer-type {kind} takes no --tokenizer-model, found {model}")
+    if refusal := tokenizer_refusal(kind, model, data.vocab_size):
+        raise DataError(refusal)
     if kind == "ByteTokenizer":
         return ByteTokenizer()
     if kind == "NullTokenizer":
-        if data.vocab_size is None:
-            raise DataError("--tokenizer-type NullTokenizer needs --vocab-size")
         return NullTokenizer(data.vocab_size)
-    if kind not in TOKENIZER_TYPES:
-        raise DataError(f"--tokenizer-type {kind}: expected one of {', '.join(TOKENIZER_TYPES)}")
-    if model is None:
-        raise DataError(f"--tokenizer-type {kind} needs --tokenizer-model (a file or its folder)")
-    if kind == "SentencePieceTokenizer":
-        return SentencePieceTokenizer(model)
-    return HuggingFaceTokenizer(model)
+    return (
+        SentencePieceTokenizer(model)
+        if kind == "SentencePieceTokenizer"
+        else HuggingFaceTokenizer(model)
+    )
 
 
 def resolve_vocab_size(data: Any, tokenizer: Tokenizer | None = None) -> int:

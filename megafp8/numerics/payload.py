@@ -17,23 +17,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megafp8.config.wire import WIRE_BLOCK
+from megafp8.config.wire import SCALE_BYTES, WIRE_BLOCK, blocks, payload_bytes
 from megafp8.numerics.formats import Fp8Format
 from megafp8.numerics.quantize import decode
 from megafp8.numerics.scales import current_scale
 
 BLOCK = WIRE_BLOCK  # 4 bytes per 256 codes: 0.508 of BF16, 0.254 of FP32
-_SCALE_BYTES = 4
 _CHUNK = 1 << 18  # elements that stay in a CPU's cache; see `quantize`
-
-
-def _blocks(length: int) -> int:
-    return -(-length // BLOCK)
-
-
-def payload_bytes(length: int) -> int:
-    """Return the bytes of a row of `length` values."""
-    return -(-(_SCALE_BYTES * _blocks(length) + length) // _SCALE_BYTES) * _SCALE_BYTES
 
 
 def encode_rows(x: Tensor, fmt: Fp8Format) -> Tensor:
@@ -57,7 +47,7 @@ def encode_rows(x: Tensor, fmt: Fp8Format) -> Tensor:
             continue
         source = x[:, first:last].unflatten(1, (-1, size))
         target = codes[:, first:last].unflatten(1, (-1, size))
-        factors = scale_inv[:, first // BLOCK : _blocks(last)]
+        factors = scale_inv[:, first // BLOCK : blocks(last)]
         if x.device.type != "cpu":
             _cast(source, fmt, target, factors)
             continue
@@ -71,7 +61,7 @@ def encode_rows(x: Tensor, fmt: Fp8Format) -> Tensor:
 
 def _parts(payload: Tensor, length: int, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
     """Views (scale_inv fp32 [rows, blocks], codes [rows, n]) of rows of bytes."""
-    head = _SCALE_BYTES * _blocks(length)
+    head = SCALE_BYTES * blocks(length)
     codes = payload[:, head : head + length].view(fmt.dtype)
     return payload[:, :head].view(torch.float32), codes
 

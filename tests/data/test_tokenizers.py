@@ -205,7 +205,6 @@ def test_an_empty_file_is_no_sentencepiece_model(tmp_path):
         (section("HuggingFaceTokenizer", __file__), r"not a tokenizer\.json"),
         (section("SentencePieceTokenizer", __file__), "not a SentencePiece model"),
         (section("NullTokenizer"), "NullTokenizer needs --vocab-size"),
-        (section("GPT2BPETokenizer"), "expected one of SentencePieceTokenizer"),
     ],
 )
 def test_build_errors_are_one_line(data, message):
