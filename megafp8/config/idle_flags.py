@@ -14,26 +14,13 @@ if TYPE_CHECKING:
 
 # The policy file is not among them: a run without FP8 reads it too, so that all tracks of a
 # comparison refuse the same mistakes. `fp8_emulate` is a permission, which asks for nothing.
-FP8_ONLY = (
-    "fp8_recipe",
-    "fp8_margin",
-    "fp8_amax_history_len",
-    "fp8_amax_compute_algo",
-    "fp8_scale_cap",
-    "fp8_power_of_2_scales",
-    "fp8_fake_quant",
-    "fp8_param_gather",
-    "first_last_layers_bf16",
-    "fp8_wgrad",
-    "fp8_reduce_amax",
-    "fp8_amax_window",
-    "fp8_nonfinite_amax",
-    "fp8_weight_amax",
-    "fp8_tp_comm",
-    "fp8_attention",
-    "fp8_grad_reduce",
-    "fp8_grad_error_feedback",
-    "fp8_kernels",
+FP8_ONLY = tuple(
+    (
+        "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_scale_cap "
+        "fp8_power_of_2_scales fp8_fake_quant fp8_param_gather first_last_layers_bf16 fp8_wgrad "
+        "fp8_reduce_amax fp8_amax_window fp8_nonfinite_amax fp8_weight_amax fp8_tp_comm "
+        "fp8_attention fp8_grad_reduce fp8_grad_error_feedback fp8_kernels"
+    ).split()
 )
 
 
