@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megafp8.config.checkpoint_args import SavedRun, take_model
-from megafp8.config.idle_flags import idle_defaults
 from megafp8.config.megatron_flags import judge
 from megafp8.config.names import SECTIONS, Target, suggestion, targets
 from megafp8.config.paths import FilePath
+from megafp8.config.precision_checks import idle_defaults
 from megafp8.config.run import RunConfig
 from megafp8.config.text import RawText, RawValue, convert, parse_bool
 from megafp8.config.yaml_reader import Tree, read_yaml

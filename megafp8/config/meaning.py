@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megafp8.config.idle_flags import FP8_ONLY
 from megafp8.config.names import SECTIONS
+from megafp8.config.precision_checks import FP8_ONLY
 
 if TYPE_CHECKING:
     from megafp8.config.run import RunConfig

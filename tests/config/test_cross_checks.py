@@ -78,7 +78,6 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
             "seq_length 17 is not divisible by tensor_model_parallel_size 2",
         ),
         ("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size > 1"),
-        ("--pipeline-model-parallel-size 3", "num_layers 4 is not divisible by pipeline_model_p"),
         ("--pipeline-schedule interleaved", "needs --num-layers-per-virtual-pipeline-stage"),
         (
             "--pipeline-schedule zbv --num-layers-per-virtual-pipeline-stage 1",
@@ -86,14 +85,6 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
         ),
         ("--pipeline-schedule zbv", "zbv schedule needs --pipeline-model-parallel-size > 1"),
         ("--num-layers-per-virtual-pipeline-stage 1", "needs --pipeline-model-parallel-size > 1"),
-        (
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
-            "= 1 chunk per rank",
-        ),
-        (
-            "--pipeline-schedule zbv --pipeline-model-parallel-size 4",
-            "num_layers 4 is not divisible by pipeline_model_parallel_size 4 * 2 chunks of zbv = 8",
-        ),
         (
             "--pipeline-schedule zbv --pipeline-model-parallel-size 2 --recompute-granularity full",
             "--recompute-granularity does not work with --pipeline-schedule zbv",
@@ -132,11 +123,9 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
         ("!train-iters", "exactly one of --train-iters and --train-samples, found neither"),
         ("--recompute-num-layers 1", "needs --recompute-granularity full, found none"),
         ("--micro-batch-size 0", "--micro-batch-size: found 0, allowed >= 1"),
-        ("--micro-batch-size 4 --global-batch-size 10", "size 10 is not a multiple of --micro-b"),
         ("--rampup-batch-size 4 2 10 !global-batch-size", "needs --global-batch-size"),
         ("--rampup-batch-size 4 3 10", "does not end at --global-batch-size 8: 8 - 4 must be"),
         ("--rampup-batch-size 16 2 10", "does not end at --global-batch-size 8"),
-        ("--rampup-batch-size 4 1 10", "batch size 5 is not divisible by micro batch 2"),
         ("--min-lr 1", "min_lr 1 is above lr 0.001"),
         ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "contradicts --lr-warmup-fraction"),
         ("--lr-warmup-fraction 1", "lr_warmup_fraction 1"),

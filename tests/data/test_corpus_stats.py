@@ -8,12 +8,13 @@ import pytest
 from megafp8.data.corpus_stats import unigram_entropy
 from megafp8.data.indexed_dataset import IndexedDatasetWriter
 from megafp8.errors import DataError
+from tests.support.corpora import add_document
 
 
 def write(prefix, documents, dtype=np.uint16):
     with IndexedDatasetWriter(prefix, dtype) as writer:
         for document in documents:
-            writer.add_document(document)
+            add_document(writer, document)
     return prefix
 
 

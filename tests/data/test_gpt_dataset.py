@@ -6,12 +6,13 @@ import pytest
 from megafp8.data.gpt_dataset import GPTDataset, MockGPTDataset, make_sample, split_documents
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megafp8.errors import DataError
+from tests.support.corpora import add_document
 
 
 def indexed(path, documents) -> IndexedDataset:
     with IndexedDatasetWriter(path, np.uint16) as writer:
         for document in documents:
-            writer.add_document(document)
+            add_document(writer, document)
     return IndexedDataset(path)
 
 

@@ -11,6 +11,7 @@ from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megafp8.data.loader import BatchLoader, build_datasets, evaluation_batches
 from megafp8.data.tokenizers import NullTokenizer
 from megafp8.errors import DataError
+from tests.support.corpora import add_document
 
 
 class Numbers:
@@ -129,7 +130,7 @@ def corpus(tmp_path):
     """100 documents of 10 tokens; document i holds the token i, and 100 ends it."""
     with IndexedDatasetWriter(tmp_path / "d", np.uint16) as writer:
         for number in range(100):
-            writer.add_document([number] * 9 + [100])
+            add_document(writer, [number] * 9 + [100])
     return str(tmp_path / "d")
 
 

@@ -150,7 +150,6 @@ def test_sampling_bounds_the_text_and_covers_all_files(tmp_path):
     ("changes", "message"),
     [
         ({"vocab_size": 257}, "--vocab-size 257: expected at least 258"),
-        ({"kind": "wordpiece"}, "--type wordpiece: expected one of sentencepiece, bpe"),
         ({"inputs": ["nowhere"]}, "--input nowhere: no such file or folder"),
         ({"globs": ["*.rs"]}, r"no file matches --glob \*\.rs"),
     ],
