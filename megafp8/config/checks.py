@@ -96,8 +96,6 @@ def _model(config: RunConfig) -> Iterator[str]:
         yield (
             f"num_attention_heads {heads} is not divisible by num_query_groups {model.query_groups}"
         )
-    if model.ffn_size < 1:
-        yield f"hidden_size {hidden} with --swiglu gives no MLP width; give --ffn-hidden-size"
     if model.swiglu and model.activation != "gelu":
         yield f"--activation {model.activation} contradicts --swiglu, which has its own; drop one"
     positions = model.position_embedding_type
@@ -115,11 +113,6 @@ def _model(config: RunConfig) -> Iterator[str]:
         )
     if positions != "rope" and model.use_rope_scaling:
         yield f"--use-rope-scaling needs --position-embedding-type rope, found {positions}"
-    if model.rope_low_freq_factor >= model.rope_high_freq_factor:
-        yield (
-            f"rope_low_freq_factor {model.rope_low_freq_factor:g} must be below "
-            f"rope_high_freq_factor {model.rope_high_freq_factor:g}"
-        )
     left, right = model.window_size or (0, 0)
     if left < 0 or right != 0:
         yield (
@@ -209,8 +202,6 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
             f"--lr-warmup-iters {optimizer.lr_warmup_iters} contradicts --lr-warmup-fraction "
             f"{optimizer.lr_warmup_fraction:g}; give at most one"
         )
-    if optimizer.lr_warmup_fraction == 1:
-        yield "lr_warmup_fraction 1 leaves no iteration for the decay; allowed: 0 <= it < 1"
     length = optimizer.lr_decay_iters or training.train_iters
     name = "lr_decay_iters" if optimizer.lr_decay_iters else "train_iters"
     if length is not None and optimizer.lr_warmup_iters >= length:

@@ -67,11 +67,6 @@ def _precision(config: RunConfig) -> Iterator[str]:
     yield from _recipe(config)
     if precision.loss_scale is not None and not precision.fp16:
         yield f"--loss-scale {precision.loss_scale:g} needs --fp16; bf16 and fp32 have none"
-    if precision.initial_loss_scale < precision.min_loss_scale:
-        yield (
-            f"initial_loss_scale {precision.initial_loss_scale:g} is below min_loss_scale "
-            f"{precision.min_loss_scale:g}"
-        )
     if precision.first_last_layers_bf16:
         start = precision.num_layers_at_start_in_bf16
         end = precision.num_layers_at_end_in_bf16

@@ -10,7 +10,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import sentencepiece
 import tokenizers as hf_tokenizers
@@ -40,28 +40,20 @@ _SPACE_SYMBOL = "\u2581"
 _NAMED = 5
 
 
-class Tokenizer(Protocol):
-    """What preprocessing, training and sampling need of a tokenizer."""
+class Tokenizer:
+    """What preprocessing, training and sampling need of a tokenizer.
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, added tokens and the end-of-document id included."""
-        ...
+    Attributes:
+        vocab_size: Number of ids, added tokens and the end-of-document id included.
+        eod: Id that ends a document.
+        notes: What of the tokenizer's files is not followed; a sentence each, to tell the user.
+        files: The files that ids follow from.
+    """
 
-    @property
-    def eod(self) -> int:
-        """Id that ends a document."""
-        ...
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What of the tokenizer's files is not followed; a sentence each, to tell the user."""
-        ...
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files that ids follow from."""
-        ...
+    vocab_size: int
+    eod: int
+    notes: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without an end-of-document id.
@@ -70,20 +62,18 @@ class Tokenizer(Protocol):
             DataError: The tokenizer has no id for something in it, nor one for what it lacks.
             UnicodeEncodeError: `text` holds a lone surrogate, which is no character.
         """
-        ...
+        raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`."""
-        ...
+        raise NotImplementedError
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One id per UTF-8 byte (0..255) and 256 for the end of a document."""
 
     vocab_size = BYTE_TOKENIZER_SIZE
     eod = BYTE_TOKENIZER_SIZE - 1
-    notes = ()
-    files = ()
 
     def encode(self, text: str) -> list[int]:
         """Return the UTF-8 bytes of `text`."""
@@ -94,16 +84,13 @@ class ByteTokenizer:
         return _join_documents(ids, self.eod, lambda run: bytes(run).decode("utf-8", "replace"))
 
 
-class NullTokenizer:
+class NullTokenizer(Tokenizer):
     """Megatron's tokenizer for benchmarks: text is ids in decimal, separated by blanks.
 
     Args:
         vocab_size: Number of ordinary ids. As in Megatron, one more is added behind them for the
             end of a document: `NullTokenizer(100)` has eod 100 and vocab_size 101.
     """
-
-    notes = ()
-    files = ()
 
     def __init__(self, vocab_size: int) -> None:
         assert vocab_size >= 1, vocab_size
@@ -129,14 +116,12 @@ class NullTokenizer:
         return " ".join(str(int(token)) for token in ids)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model.
 
     Args:
         path: Model file, or a folder that holds `tokenizer.model`.
     """
-
-    notes = ()
 
     def __init__(self, path: str | Path) -> None:
         file = _model_file(path, "tokenizer.model")
@@ -192,7 +177,7 @@ class SentencePieceTokenizer:
         return ids if all(self._processor.is_byte(token) for token in ids) else None
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json` of the `tokenizers` library; nothing is downloaded.
 
     Truncation, padding and dropout that the file holds are off, and told in `notes`.
