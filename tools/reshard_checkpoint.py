@@ -7,6 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megafp8.command.ending import run_tool  # noqa: E402
 from megafp8.command.parser import ToolParser, positive, to_path  # noqa: E402
+from megafp8.config.parallel import SCHEDULES  # noqa: E402
 
 SIZES = {
     "tensor-model-parallel-size": "ranks that split each linear",
@@ -31,7 +32,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--pipeline-schedule",
-        choices=["1f1b", "interleaved", "zbv", "gpipe"],
+        choices=SCHEDULES,
         help="which stages a rank holds depends on it",
     )
     args = vars(parser.parse_args())

@@ -205,11 +205,10 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
     length = optimizer.lr_decay_iters or training.train_iters
     name = "lr_decay_iters" if optimizer.lr_decay_iters else "train_iters"
     if length is not None and optimizer.lr_warmup_iters >= length:
-        flag = name.replace("_", "-")
         fits = "0" if length == 1 else f"0 to {length - 1}"
         yield (
-            f"--lr-warmup-iters {optimizer.lr_warmup_iters} must be below --{flag} {length}; give "
-            f"--lr-warmup-iters {fits}"
+            f"--lr-warmup-iters {optimizer.lr_warmup_iters} must be below {flag_name(name)} "
+            f"{length}; give --lr-warmup-iters {fits}"
         )
     wsd = optimizer.lr_wsd_decay_iters
     if optimizer.lr_decay_style == "WSD" and wsd is None:

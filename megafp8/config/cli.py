@@ -15,6 +15,7 @@ from typing import Any
 
 from megafp8.config.checkpoint_args import SavedRun, take_model
 from megafp8.config.megatron_flags import judge
+from megafp8.config.messages import flag_name
 from megafp8.config.names import SECTIONS, Target, suggestion, targets
 from megafp8.config.paths import FilePath
 from megafp8.config.precision_checks import idle_defaults
@@ -165,7 +166,7 @@ def _control(options: dict[str, list[RawText]], name: str) -> str | None:
 
 
 def _known_flags() -> list[str]:
-    return [*CONTROL_OPTIONS, *("--" + name.replace("_", "-") for name in targets())]
+    return [*CONTROL_OPTIONS, *map(flag_name, targets())]
 
 
 def _each(work: Callable[..., None], items: Iterable[tuple[Any, ...]]) -> None:
@@ -242,7 +243,7 @@ def _add_key(
     place = f"{path}, {section}.{key}"
     target = targets().get(key)
     if target is None:
-        flag = "--" + key.replace("_", "-")
+        flag = flag_name(key)
         texts = _texts(value, place)
         values = [] if texts in (["true"], ["True"]) else texts
         if texts in (["false"], ["False"]) or not judge(flag, values, place):
@@ -307,7 +308,7 @@ def _typed(item: _Given) -> Any:
         if not (item.target.is_bool and item.where.startswith("--")):
             raise
         # The right spelling of a switch is worth more than its type.
-        flag = "--" + item.target.field.replace("_", "-")
+        flag = flag_name(item.target.field)
         off = flag if item.target.field.startswith("no_") else flag.replace("--", "--no-", 1)
         hint = f"; write {flag} for on" + ("" if off == flag else f" and {off} for off")
         raise ConfigurationError(f"{error}{hint}") from None

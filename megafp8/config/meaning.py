@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
+from megafp8.config.model import DERIVED
 from megafp8.config.names import SECTIONS
 from megafp8.config.precision_checks import FP8_ONLY
 
@@ -19,16 +20,11 @@ if TYPE_CHECKING:
 # What a field of the model section decides, where that is another property: "" where others, or the
 # shapes of the tensors, tell.
 _DECIDES = {
-    "ffn_hidden_size": "ffn_size",
-    "kv_channels": "head_dim",
+    **DERIVED,
     "group_query_attention": "query_groups",
-    "num_query_groups": "query_groups",
     "max_position_embeddings": "",
     "rotary_percent": "rotary_dim",
     "disable_bias_linear": "",
-    "add_qkv_bias": "qkv_bias",
-    "add_attention_output_bias": "attention_output_bias",
-    "add_mlp_bias": "mlp_bias",
     "untie_embeddings_and_output_weights": "tied_embeddings",
     "make_vocab_size_divisible_by": "",
 }

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from megafp8.config.backend import attention_refusals, transformer_engine_refusal
+from megafp8.config.messages import flag_name
 
 if TYPE_CHECKING:
     from megafp8.config.precision import PrecisionConfig
@@ -194,7 +195,6 @@ def _given(precision: PrecisionConfig, name: str) -> bool:
 
 def _spelled(name: str, value: Any) -> str:
     """A flag as it was given."""
-    flag = name.replace("_", "-")
     if isinstance(value, bool):
-        return f"--{flag}" if value else f"--no-{flag}"
-    return f"--{flag} {value}"
+        return flag_name(name) if value else flag_name(f"no_{name}")
+    return f"{flag_name(name)} {value}"

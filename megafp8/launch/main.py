@@ -28,6 +28,7 @@ from megafp8.config.environment import (
     read_world_size,
 )
 from megafp8.config.megatron_flags import accepted_reason
+from megafp8.config.messages import flag_name
 from megafp8.config.run import RunConfig
 from megafp8.config.yaml_reader import UnreadableFileError
 from megafp8.errors import (
@@ -190,7 +191,7 @@ def _train_guarded(config: RunConfig, launch: LaunchEnvironment, stop: StopSigna
 
 def _without_effect(config: RunConfig) -> list[tuple[str, str]]:
     ours = [
-        ("--" + field.replace("_", "-"), reason)
+        (flag_name(field), reason)
         for field, reason in ALWAYS_ON.items()
         if getattr(config.parallel, field)
     ]

@@ -251,16 +251,13 @@ def read_plan(run_dir: Path) -> Plan | None:
     path = run_dir / PLAN_FILE
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        plan = Plan(train_iters=found["train_iters"], size=Size(**found["size"]))
-        if min(plan.train_iters, *dataclasses.astuple(plan.size)) < 1:
-            raise ValueError("not positive")
+        return Plan(train_iters=found["train_iters"], size=Size(**found["size"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise LaunchError(
             f"{path}: {error!r}; remove it, and give TRAIN_ITERS if there are checkpoints"
         ) from error
-    return plan
 
 
 def write_plan(run_dir: Path, plan: Plan) -> None:
