@@ -18,7 +18,7 @@ FLOORS = {
     "errors": 0, "log": 0,
     "config": 1,
     "numerics": 2, "data": 2,
-    "parallel": 3,
+    "parallel": 3, "command": 3,
     "layers": 4, "precision": 4,
     "model": 5,
     "checkpoint": 6, "evaluation": 6,

@@ -5,7 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.data.tool_parser import ToolParser, file, folder, positive, run_tool  # noqa: E402
+from megafp8.command.ending import run_tool  # noqa: E402
+from megafp8.command.parser import ToolParser, positive, to_path  # noqa: E402
 
 FORMATS = ("hf", "megatron", "megafp8")
 
@@ -14,8 +15,8 @@ def main() -> int:
     parser = ToolParser(__doc__ or "")
     parser.add_argument("--from", required=True, choices=FORMATS, dest="source", help="of --load")
     parser.add_argument("--to", required=True, choices=FORMATS, dest="target", help="of --save")
-    parser.add_argument("--load", required=True, type=folder, help="folder of the model")
-    parser.add_argument("--save", required=True, type=folder, help="folder to make")
+    parser.add_argument("--load", required=True, type=to_path, help="folder of the model")
+    parser.add_argument("--save", required=True, type=to_path, help="folder to make")
     parser.add_argument(
         "--dtype",
         default="keep",
@@ -40,7 +41,7 @@ def main() -> int:
         "--ignore-config-field", nargs="+", default=[], metavar="NAME", help="of config.json"
     )
     parser.add_argument(
-        "--config", type=file, help="YAML of a Megatron model whose checkpoint has no args"
+        "--config", type=to_path, help="YAML of a Megatron model whose checkpoint has no args"
     )
     args = vars(parser.parse_args())
     args["ignore_config_fields"] = tuple(args.pop("ignore_config_field"))

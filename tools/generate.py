@@ -5,14 +5,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.data.tokenizers import TOKENIZER_TYPES  # noqa: E402
-from megafp8.data.tool_parser import ToolParser, folder, path_text, positive, run_tool  # noqa: E402
+from megafp8.command.ending import run_tool  # noqa: E402
+from megafp8.command.parser import ToolParser, path_text, positive, to_path  # noqa: E402
+from megafp8.config.data import TOKENIZER_TYPES  # noqa: E402
 
 
 def main() -> int:
     parser = ToolParser(__doc__ or "")
     load_help = "folder of checkpoints, or one of them"
-    parser.add_argument("--load", required=True, type=folder, metavar="DIR", help=load_help)
+    parser.add_argument("--load", required=True, type=to_path, metavar="DIR", help=load_help)
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue")
     parser.add_argument(
         "--max-new-tokens", type=positive, default=100, metavar="N", help="tokens to add at most"
@@ -31,7 +32,7 @@ def main() -> int:
     model_help = "its file or folder, instead of the run's"
     parser.add_argument("--tokenizer-model", type=path_text, metavar="PATH", help=model_help)
     args = parser.parse_args()
-    if not 0 <= args.temperature < float("inf"):
+    if args.temperature < 0:
         parser.error(f"--temperature {args.temperature}: allowed 0 or a positive number")
 
     def work() -> list[str]:

@@ -5,17 +5,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.data.tool_parser import ToolParser, folder, run_tool  # noqa: E402
+from megafp8.command.ending import run_tool  # noqa: E402
+from megafp8.command.parser import ToolParser, to_path  # noqa: E402
 from megafp8.errors import CheckpointError  # noqa: E402
 
 
 def main() -> int:
     parser = ToolParser(__doc__ or "")
-    parser.add_argument("checkpoint", type=folder, help="folder of checkpoints, or one of them")
+    parser.add_argument("checkpoint", type=to_path, help="folder of checkpoints, or one of them")
     parser.add_argument(
         "--diff",
         metavar="OTHER",
-        type=folder,
+        type=to_path,
         help="another checkpoint; what changed from it to the first",
     )
     args = parser.parse_args()

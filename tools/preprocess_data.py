@@ -5,9 +5,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megafp8.command.ending import run_tool  # noqa: E402
+from megafp8.command.parser import ToolParser, path_text, positive  # noqa: E402
+from megafp8.config.data import TOKENIZER_TYPES  # noqa: E402
 from megafp8.data.preprocess import PreprocessOptions, preprocess  # noqa: E402
-from megafp8.data.tokenizers import TOKENIZER_TYPES  # noqa: E402
-from megafp8.data.tool_parser import ToolParser, path_text, positive, run_tool  # noqa: E402
 
 
 def main() -> int:

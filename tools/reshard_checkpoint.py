@@ -5,7 +5,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.data.tool_parser import ToolParser, folder, positive, run_tool  # noqa: E402
+from megafp8.command.ending import run_tool  # noqa: E402
+from megafp8.command.parser import ToolParser, positive, to_path  # noqa: E402
+from megafp8.config.parallel import SCHEDULES  # noqa: E402
 
 SIZES = {
     "tensor-model-parallel-size": "ranks that split each linear",
@@ -18,8 +20,8 @@ SIZES = {
 def main() -> int:
     parser = ToolParser(__doc__ or "")
     load_help = "folder of checkpoints, or one of them"
-    parser.add_argument("--load", required=True, type=folder, help=load_help)
-    parser.add_argument("--save", required=True, type=folder, help="folder for the new checkpoint")
+    parser.add_argument("--load", required=True, type=to_path, help=load_help)
+    parser.add_argument("--save", required=True, type=to_path, help="folder for the new checkpoint")
     for name, text in SIZES.items():
         parser.add_argument(f"--{name}", type=positive, default=1, metavar="N", help=text)
     parser.add_argument(
@@ -30,7 +32,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--pipeline-schedule",
-        choices=["1f1b", "interleaved", "zbv", "gpipe"],
+        choices=SCHEDULES,
         help="which stages a rank holds depends on it",
     )
     args = vars(parser.parse_args())

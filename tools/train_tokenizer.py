@@ -5,7 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.data.tool_parser import ToolParser, folder, positive, run_tool  # noqa: E402
+from megafp8.command.ending import run_tool  # noqa: E402
+from megafp8.command.parser import ToolParser, positive, to_path  # noqa: E402
 from megafp8.data.train_tokenizer import (  # noqa: E402
     DEFAULT_MAX_BYTES,
     MINIMUM_VOCAB_SIZE,
@@ -18,7 +19,7 @@ def main() -> int:
     parser = ToolParser(__doc__ or "")
     parser.add_input_arguments()
     output_help = "folder for the tokenizer"
-    parser.add_argument("--output", required=True, type=folder, metavar="DIR", help=output_help)
+    parser.add_argument("--output", required=True, type=to_path, metavar="DIR", help=output_help)
     parser.add_argument(
         "--vocab-size",
         type=int,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megafp8.config.messages import flag_name, shown
-from megafp8.config.model import ModelConfig
+from megafp8.config.model import DERIVED, ModelConfig
 from megafp8.config.run import RunConfig
 from megafp8.errors import ConfigurationError
 
@@ -17,16 +17,6 @@ SavedRun = Callable[[str], tuple[str, Mapping[str, Any]]]
 FREE = ("seq_length", "hidden_dropout", "attention_dropout", "init_method_std")
 # And this one depends on the machine.
 NEVER_TAKEN = ("transformer_impl",)
-# Fields that may be left out, and what they are then: 4 * hidden_size said aloud is no other model.
-DERIVED = {
-    "ffn_hidden_size": "ffn_size",
-    "kv_channels": "head_dim",
-    "num_query_groups": "query_groups",
-    "max_position_embeddings": "positions",
-    "add_qkv_bias": "qkv_bias",
-    "add_attention_output_bias": "attention_output_bias",
-    "add_mlp_bias": "mlp_bias",
-}
 
 
 def take_model(
@@ -53,6 +43,7 @@ def take_model(
         before = getattr(model, field)
         if field in given:
             now, where = given[field]
+            # 4 * hidden_size said aloud is no other model.
             effective = getattr(model, DERIVED.get(field, field))
             if _plain(now) not in (_plain(before), _plain(effective)):
                 raise ConfigurationError(

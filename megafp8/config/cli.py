@@ -8,16 +8,17 @@ objects, which cannot be merged raw, and answers mistakes with a box of several 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megafp8.config.checkpoint_args import SavedRun, take_model
-from megafp8.config.idle_flags import idle_defaults
 from megafp8.config.megatron_flags import judge
+from megafp8.config.messages import flag_name
 from megafp8.config.names import SECTIONS, Target, suggestion, targets
 from megafp8.config.paths import FilePath
+from megafp8.config.precision_checks import idle_defaults
 from megafp8.config.run import RunConfig
 from megafp8.config.text import RawText, RawValue, convert, parse_bool
 from megafp8.config.yaml_reader import Tree, read_yaml
@@ -165,43 +166,31 @@ def _control(options: dict[str, list[RawText]], name: str) -> str | None:
 
 
 def _known_flags() -> list[str]:
-    return [*CONTROL_OPTIONS, *("--" + name.replace("_", "-") for name in targets())]
+    return [*CONTROL_OPTIONS, *map(flag_name, targets())]
 
 
-class _Problems:
-    """Collects what is wrong with single names, so that all of it is told at once."""
-
-    def __init__(self) -> None:
-        self._found: list[str] = []
-
-    @contextmanager
-    def collected(self) -> Iterator[None]:
-        """Note a refusal inside instead of raising it."""
+def _each(work: Callable[..., None], items: Iterable[tuple[Any, ...]]) -> None:
+    """Do a work for each item; all refusals are told as one."""
+    problems = []
+    for item in items:
         try:
-            yield
+            work(*item)
         except ConfigurationError as error:
-            self._found.append(str(error))
-
-    def tell(self) -> None:
-        """Raise everything that was noted, as one line."""
-        if self._found:
-            raise ConfigurationError("; ".join(self._found))
+            problems.append(str(error))
+    if problems:
+        raise ConfigurationError("; ".join(problems))
 
 
 def _from_options(
     options: dict[str, list[RawText]], accepted: list[str]
 ) -> dict[tuple[str, str], _Given]:
     given: dict[tuple[str, str], _Given] = {}
-    problems = _Problems()
-    for name, texts in options.items():
-        with problems.collected():
-            _add_option(given, name, texts, accepted)
-    problems.tell()
+    _each(partial(_add_option, given, accepted), options.items())
     return given
 
 
 def _add_option(
-    given: dict[tuple[str, str], _Given], name: str, texts: list[RawText], accepted: list[str]
+    given: dict[tuple[str, str], _Given], accepted: list[str], name: str, texts: list[RawText]
 ) -> None:
     target = targets().get(name[2:].replace("-", "_")) if "_" not in name else None
     if target is not None:
@@ -216,13 +205,12 @@ def _add_option(
 
 def _from_yaml(path: str, accepted: list[str]) -> dict[tuple[str, str], _Given]:
     given: dict[tuple[str, str], _Given] = {}
-    problems = _Problems()
-    for section, values in read_yaml(path).items():
-        with problems.collected():
-            for key, value in _keys(path, section, values, accepted).items():
-                with problems.collected():
-                    _add_key(given, path, section, key, value, accepted)
-    problems.tell()
+
+    def add_section(section: str, values: Tree) -> None:
+        keys = _keys(path, section, values, accepted)
+        _each(partial(_add_key, given, accepted, path, section), keys.items())
+
+    _each(add_section, read_yaml(path).items())
     return given
 
 
@@ -246,16 +234,16 @@ def _keys(path: str, section: str, values: Tree, accepted: list[str]) -> dict[st
 
 def _add_key(
     given: dict[tuple[str, str], _Given],
+    accepted: list[str],
     path: str,
     section: str,
     key: str,
     value: Tree,
-    accepted: list[str],
 ) -> None:
     place = f"{path}, {section}.{key}"
     target = targets().get(key)
     if target is None:
-        flag = "--" + key.replace("_", "-")
+        flag = flag_name(key)
         texts = _texts(value, place)
         values = [] if texts in (["true"], ["True"]) else texts
         if texts in (["false"], ["False"]) or not judge(flag, values, place):
@@ -293,12 +281,12 @@ def _build(
     given: dict[tuple[str, str], _Given], accepted: list[str], saved_run: SavedRun | None
 ) -> RunConfig:
     values: dict[str, Any] = {section: {} for section in SECTIONS}
-    problems = _Problems()
-    for (section, field), item in given.items():
-        with problems.collected():
-            value = _typed(item)
-            values[section][field] = not value if item.target.negated else value
-    problems.tell()
+
+    def add_value(key: tuple[str, str], item: _Given) -> None:
+        value = _typed(item)
+        values[key[0]][key[1]] = not value if item.target.negated else value
+
+    _each(add_value, given.items())
     where = {key: item.where for key, item in given.items()}
     checkpoint = values["checkpoint"]
     if checkpoint.get("use_checkpoint_args"):
@@ -320,7 +308,7 @@ def _typed(item: _Given) -> Any:
         if not (item.target.is_bool and item.where.startswith("--")):
             raise
         # The right spelling of a switch is worth more than its type.
-        flag = "--" + item.target.field.replace("_", "-")
+        flag = flag_name(item.target.field)
         off = flag if item.target.field.startswith("no_") else flag.replace("--", "--no-", 1)
         hint = f"; write {flag} for on" + ("" if off == flag else f" and {off} for off")
         raise ConfigurationError(f"{error}{hint}") from None

@@ -1,6 +1,6 @@
 """Section `data`: corpora and tokenizer."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -8,6 +8,12 @@ from megafp8.config.base import NonNegativeInt, PositiveInt, Section
 from megafp8.config.paths import FilePath
 
 DEFAULT_SPLIT = (969.0, 30.0, 1.0)
+TokenizerType = Literal[
+    "SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"
+]
+TOKENIZER_TYPES: tuple[TokenizerType, ...] = get_args(TokenizerType)
+WITHOUT_MODEL = ("ByteTokenizer", "NullTokenizer")  # these read no file
+BYTE_TOKENIZER_SIZE = 257  # 256 bytes and the end of a document
 
 
 class DataConfig(Section):
@@ -33,10 +39,7 @@ class DataConfig(Section):
     data_cache_path: FilePath | None = Field(default=None, description="folder for sample indices")
     mock_data: bool = Field(default=False, description="generated samples instead of a corpus")
     num_workers: NonNegativeInt = Field(default=2, description="processes that read ahead")
-    tokenizer_type: (
-        Literal["SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"]
-        | None
-    ) = Field(default=None, description="kind of tokenizer")
+    tokenizer_type: TokenizerType | None = Field(default=None, description="kind of tokenizer")
     tokenizer_model: FilePath | None = Field(
         default=None, description="file or folder of the tokenizer"
     )
@@ -73,6 +76,23 @@ class DataConfig(Section):
     def has_source(self) -> bool:
         """Whether training has anything to read."""
         return self.mock_data or self.data_path is not None or self.train_data_path is not None
+
+
+def tokenizer_refusal(kind: str, model: str | None, vocab_size: int | None) -> str | None:
+    """Return why flags give no tokenizer, or None.
+
+    Args:
+        kind: `--tokenizer-type`, one of `TOKENIZER_TYPES`.
+        model: `--tokenizer-model`.
+        vocab_size: `--vocab-size`.
+    """
+    if kind in WITHOUT_MODEL and model is not None:
+        return f"--tokenizer-type {kind} takes no --tokenizer-model, found {model}"
+    if kind not in WITHOUT_MODEL and model is None:
+        return f"--tokenizer-type {kind} needs --tokenizer-model PATH"
+    if kind == "NullTokenizer" and vocab_size is None:
+        return "--tokenizer-type NullTokenizer needs --vocab-size"
+    return None
 
 
 def _one_corpus(words: tuple[FilePath, ...]) -> FilePath:

@@ -11,7 +11,7 @@ from megafp8.errors import LaunchError
 
 _COUNT = re.compile(r"[0-9]{1,9}")
 
-# What other launchers tell each of their processes: how many there are, or at least which it is.
+# What other launchers tell each of their processes: how many there are, or which it is alone.
 _SIZES = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "OMPI_COMM_WORLD_SIZE": "mpirun",  # Open MPI
@@ -21,16 +21,7 @@ _SIZES = {
     "PALS_SIZE": "mpiexec",  # HPE Cray
     "PMI_SIZE": "mpiexec",  # MPICH, Intel MPI, and others that speak PMI
 }
-_RANKS = {
-    "OMPI_COMM_WORLD_RANK": "mpirun",
-    "MV2_COMM_WORLD_RANK": "mpirun",
-    "JSM_NAMESPACE_RANK": "jsrun",
-    "FLUX_TASK_RANK": "flux run",
-    "PALS_RANKID": "mpiexec",
-    "PMI_RANK": "mpiexec",
-    "PMIX_RANK": "mpirun",
-    "ALPS_APP_PE": "aprun",
-}
+_RANKS = {"PALS_RANKID": "mpiexec", "PMIX_RANK": "mpirun", "ALPS_APP_PE": "aprun"}
 
 
 class OwnRankError(LaunchError):
@@ -45,7 +36,6 @@ class LaunchEnvironment:
         rank: world rank.
         world_size: processes in all.
         local_rank: rank on this node.
-        under_torchrun: whether torchrun (or another launcher that sets RANK) started it.
         notes: decisions worth a log line.
         started: when the program did, by `time.monotonic()`.
     """
@@ -53,7 +43,6 @@ class LaunchEnvironment:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    under_torchrun: bool = False
     notes: tuple[str, ...] = ()
     started: float = field(default_factory=time.monotonic, compare=False, repr=False)
 
@@ -86,7 +75,6 @@ class LaunchEnvironment:
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
-            under_torchrun=True,
             notes=_slurm_beside(environment, world_size),
         )
 
@@ -129,23 +117,18 @@ def _refuse_processes_apart(environment: Mapping[str, str]) -> None:
 
     Each would train alone and write into the same run folder.
     """
-    for name, launcher in _SIZES.items():
-        size = environment.get(name, "")
-        if _COUNT.fullmatch(size) and int(size) > 1:
-            noun = "tasks" if launcher == "srun" else "processes"
-            raise LaunchError(_apart(launcher, f"{size} {noun}", name, size))
-    for name, launcher in _RANKS.items():
-        rank = environment.get(name, "")
-        if _COUNT.fullmatch(rank) and int(rank) > 0:
-            raise LaunchError(_apart(launcher, "several processes", name, rank))
-
-
-def _apart(launcher: str, count: str, name: str, value: str) -> str:
-    start = "srun --ntasks-per-node 1 torchrun ..." if launcher == "srun" else "torchrun ..."
-    return (
-        f"{launcher} started {count} ({name}={value}) but WORLD_SIZE and RANK are not set; start "
-        f"torchrun once per node, which starts the ranks there: {start}"
-    )
+    for variables, most in ((_SIZES, 1), (_RANKS, 0)):
+        for name, launcher in variables.items():
+            value = environment.get(name, "")
+            if not _COUNT.fullmatch(value) or int(value) <= most:
+                continue
+            srun = launcher == "srun"
+            count = f"{value} {'tasks' if srun else 'processes'}" if most else "several processes"
+            start = "srun --ntasks-per-node 1 torchrun ..." if srun else "torchrun ..."
+            raise LaunchError(
+                f"{launcher} started {count} ({name}={value}) but WORLD_SIZE and RANK are not set; "
+                f"start torchrun once per node, which starts the ranks there: {start}"
+            )
 
 
 def _slurm_alone(environment: Mapping[str, str]) -> tuple[str, ...]:

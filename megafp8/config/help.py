@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from megafp8.config.cli import CONTROL_OPTIONS
+from megafp8.config.messages import flag_name
 from megafp8.config.names import NEGATIVE_FIRST, SECTIONS
 from megafp8.config.paths import FilePath
 from megafp8.config.text import field_kind
@@ -38,7 +39,7 @@ def help_text() -> str:
 
 def _usage(field: str, info: FieldInfo) -> str:
     kind, arguments = field_kind(info.annotation)
-    flag = "--" + field.replace("_", "-")
+    flag = flag_name(field)
     if kind is bool:
         return flag.replace("--", "--no-", 1) if field in NEGATIVE_FIRST else flag
     return f"{flag} {_metavar(kind, arguments)}"

@@ -10,43 +10,36 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megafp8.config.idle_flags import FP8_ONLY
+from megafp8.config.model import DERIVED
 from megafp8.config.names import SECTIONS
+from megafp8.config.precision_checks import FP8_ONLY
 
 if TYPE_CHECKING:
     from megafp8.config.run import RunConfig
 
-# Field of the model section to what is compared: the property that it decides, or the field itself.
-# "" where others, or the shapes of the tensors, tell.
-MODEL: dict[str, str] = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "ffn_hidden_size": "ffn_size",
-    "kv_channels": "head_dim",
+# What a field of the model section decides, where that is another property: "" where others, or the
+# shapes of the tensors, tell.
+_DECIDES = {
+    **DERIVED,
     "group_query_attention": "query_groups",
-    "num_query_groups": "query_groups",
     "max_position_embeddings": "",
-    "position_embedding_type": "position_embedding_type",
-    "rotary_base": "rotary_base",
     "rotary_percent": "rotary_dim",
-    "use_rope_scaling": "use_rope_scaling",
-    "rope_scaling_factor": "rope_scaling_factor",
-    "rope_low_freq_factor": "rope_low_freq_factor",
-    "rope_high_freq_factor": "rope_high_freq_factor",
-    "rope_original_max_position_embeddings": "rope_original_max_position_embeddings",
-    "normalization": "normalization",
-    "norm_epsilon": "norm_epsilon",
-    "swiglu": "swiglu",
-    "activation": "activation",
     "disable_bias_linear": "",
-    "add_qkv_bias": "qkv_bias",
-    "add_attention_output_bias": "attention_output_bias",
-    "add_mlp_bias": "mlp_bias",
     "untie_embeddings_and_output_weights": "tied_embeddings",
-    "window_size": "window_size",
     "make_vocab_size_divisible_by": "",
-    "qk_layernorm": "qk_layernorm",
+}
+# Field of the model section to what is compared.
+MODEL: dict[str, str] = {
+    field: _DECIDES.get(field, field)
+    for field in (
+        "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels "
+        "group_query_attention num_query_groups max_position_embeddings position_embedding_type "
+        "rotary_base rotary_percent use_rope_scaling rope_scaling_factor rope_low_freq_factor "
+        "rope_high_freq_factor rope_original_max_position_embeddings normalization norm_epsilon "
+        "swiglu activation disable_bias_linear add_qkv_bias add_attention_output_bias "
+        "add_mlp_bias untie_embeddings_and_output_weights window_size "
+        "make_vocab_size_divisible_by qk_layernorm"
+    ).split()
 }
 
 OTHER_SAMPLES = "the samples still to come are others: some text may come again, some never"
@@ -59,103 +52,43 @@ LOSS_SCALE = "the loss scale follows"
 
 # Effect on a run that goes on to the fields that have it.
 NUMBERS: dict[str, tuple[str, ...]] = {
-    OTHER_SAMPLES: (
-        "seed",
-        "seq_length",
-        "data_path",
-        "train_data_path",
-        "split",
-        "mock_data",
-    ),
-    OTHER_VALIDATION: ("valid_data_path", "test_data_path"),
-    OTHER_IDS: ("tokenizer_type", "tokenizer_model", "vocab_size"),
-    "the loss counts other tokens": (
-        "eod_mask_loss",
-        "reset_position_ids",
-        "reset_attention_mask",
-    ),
-    "iterations and evaluations take other numbers of samples": (
-        "global_batch_size",
-        "rampup_batch_size",
-    ),
-    LEARNING_RATE: (
-        "lr",
-        "min_lr",
-        "lr_decay_style",
-        "lr_decay_iters",
-        "lr_warmup_iters",
-        "lr_warmup_fraction",
-        "lr_wsd_decay_iters",
-        "lr_wsd_decay_style",
-        "train_iters",
-        "train_samples",
-    ),
-    "the updates are others": (
-        "optimizer",
-        "weight_decay",
-        "clip_grad",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_eps",
-    ),
-    "other elements are dropped": ("hidden_dropout", "attention_dropout"),
-    OTHER_PRECISION: (
-        "precision",
-        "bf16",
-        "fp16",
-        "fp8_format",
-        "fp8_recipe",
-        "fp8_fake_quant",
-        "fp8_wgrad",
-        "fp8_attention",
-        "first_last_layers_bf16",
-        "num_layers_at_start_in_bf16",
-        "num_layers_at_end_in_bf16",
-        "precision_policy",
-    ),
-    "FP8 scales are found otherwise": (
-        "fp8_margin",
-        "fp8_amax_history_len",
-        "fp8_amax_compute_algo",
-        "fp8_scale_cap",
-        "fp8_power_of_2_scales",
-        "fp8_reduce_amax",
-        "fp8_amax_window",
-        "fp8_nonfinite_amax",
-        "fp8_weight_amax",
-    ),
-    "other traffic is rounded to FP8": (
-        "fp8_tp_comm",
-        "fp8_param_gather",
-        "fp8_grad_reduce",
-        "fp8_grad_error_feedback",
-    ),
-    LOSS_SCALE: (
-        "loss_scale",
-        "initial_loss_scale",
-        "min_loss_scale",
-        "loss_scale_window",
-        "hysteresis",
-    ),
-    OTHER_ROUNDING: (
-        "micro_batch_size",
-        "tensor_model_parallel_size",
-        "sequence_parallel",
-        "pipeline_model_parallel_size",
-        "num_layers_per_virtual_pipeline_stage",
-        "pipeline_schedule",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "fsdp_size",
-        "tp_comm_overlap",
-        "tp_comm_overlap_cfg",
-        "deterministic_mode",
-        "transformer_impl",
-        "attention_backend",
-        "te_fused_norms",
-        "norm_impl",
-        "fp8_kernels",
-    ),
+    effect: tuple(fields.split())
+    for effect, fields in {
+        OTHER_SAMPLES: "seed seq_length data_path train_data_path split mock_data",
+        OTHER_VALIDATION: "valid_data_path test_data_path",
+        OTHER_IDS: "tokenizer_type tokenizer_model vocab_size",
+        "the loss counts other tokens": "eod_mask_loss reset_position_ids reset_attention_mask",
+        "iterations and evaluations take other numbers of samples": (
+            "global_batch_size rampup_batch_size"
+        ),
+        LEARNING_RATE: (
+            "lr min_lr lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_fraction "
+            "lr_wsd_decay_iters lr_wsd_decay_style train_iters train_samples"
+        ),
+        "the updates are others": "optimizer weight_decay clip_grad adam_beta1 adam_beta2 adam_eps",
+        "other elements are dropped": "hidden_dropout attention_dropout",
+        OTHER_PRECISION: (
+            "precision bf16 fp16 fp8_format fp8_recipe fp8_fake_quant fp8_wgrad fp8_attention "
+            "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 "
+            "precision_policy"
+        ),
+        "FP8 scales are found otherwise": (
+            "fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_scale_cap "
+            "fp8_power_of_2_scales fp8_reduce_amax fp8_amax_window fp8_nonfinite_amax "
+            "fp8_weight_amax"
+        ),
+        "other traffic is rounded to FP8": (
+            "fp8_tp_comm fp8_param_gather fp8_grad_reduce fp8_grad_error_feedback"
+        ),
+        LOSS_SCALE: "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+        OTHER_ROUNDING: (
+            "micro_batch_size tensor_model_parallel_size sequence_parallel "
+            "pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
+            "pipeline_schedule context_parallel_size expert_model_parallel_size fsdp_size "
+            "tp_comm_overlap tp_comm_overlap_cfg deterministic_mode transformer_impl "
+            "attention_backend te_fused_norms norm_impl fp8_kernels"
+        ),
+    }.items()
 }
 
 # Neither the next iteration's numbers nor those after it follow from these.
@@ -163,52 +96,24 @@ NO_EFFECT: tuple[str, ...] = (
     # Weights that are loaded are not drawn.
     "init_method_std",
     # When memory is taken and freed, and what runs meanwhile.
-    "use_distributed_optimizer",
-    "use_torch_fsdp2",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "reshard_after_forward",
-    "recompute_granularity",
-    "recompute_num_layers",
-    "num_workers",
-    "data_cache_path",
-    "distributed_backend",
-    "distributed_timeout_minutes",
-    "tp_comm_bootstrap_backend",
+    *(
+        "use_distributed_optimizer use_torch_fsdp2 overlap_grad_reduce overlap_param_gather "
+        "reshard_after_forward recompute_granularity recompute_num_layers num_workers "
+        "data_cache_path distributed_backend distributed_timeout_minutes "
+        "tp_comm_bootstrap_backend"
+    ).split(),
     # A permission: where it has an effect a run without it is refused.
     "fp8_emulate",
     # When a run stops, saves, evaluates, and what it writes.
-    "exit_interval",
-    "exit_duration_in_mins",
-    "exit_signal_handler",
-    "eval_interval",
-    "eval_iters",
-    "check_for_nan_in_loss_and_grad",
-    "max_consecutive_bad_steps",
-    "save",
-    "load",
-    "save_interval",
-    "async_save",
-    "keep_last",
-    "ckpt_format",
-    "no_save_optim",
-    "no_load_optim",
-    "no_load_rng",
-    "finetune",
-    "allow_changed_corpus",
-    "new_tokens_from_mean",
-    "exit_on_missing_checkpoint",
-    "use_checkpoint_args",
-    "run_dir",
-    "log_interval",
-    "log_throughput",
-    "log_params_norm",
-    "log_num_zeros_in_grad",
-    "tensorboard_dir",
-    "wandb_project",
-    "wandb_exp_name",
-    "fp8_stats_interval",
-    "profile",
+    *(
+        "exit_interval exit_duration_in_mins exit_signal_handler eval_interval eval_iters "
+        "check_for_nan_in_loss_and_grad max_consecutive_bad_steps save load save_interval "
+        "async_save keep_last ckpt_format no_save_optim no_load_optim no_load_rng finetune "
+        "allow_changed_corpus new_tokens_from_mean exit_on_missing_checkpoint "
+        "use_checkpoint_args run_dir log_interval log_throughput log_params_norm "
+        "log_num_zeros_in_grad tensorboard_dir wandb_project wandb_exp_name fp8_stats_interval "
+        "profile"
+    ).split(),
 )
 
 

@@ -7,124 +7,129 @@ others are refused with the reason and, where there is one, the flag to use.
 from megafp8.config.messages import shown
 from megafp8.errors import ConfigurationError
 
+
+def _by_flag(flags_of: dict[str, str]) -> dict[str, str]:
+    """Flag to reason, from reason to flags."""
+    return {flag: reason for reason, flags in flags_of.items() for flag in flags.split()}
+
+
 # Flags without effect, and what holds here in their place.
-ACCEPTED: dict[str, str] = {
-    "--use-mcore-models": "there is one model implementation",
-    "--use-flash-attn": "the attention core picks its kernel; see --attention-backend",
-    "--attention-softmax-in-fp32": "softmax always accumulates in fp32",
-    "--accumulate-allreduce-grads-in-fp32": "gradients are always accumulated in fp32",
-    "--calculate-per-token-loss": "the loss is always a mean over unmasked tokens",
-    "--no-gradient-accumulation-fusion": "there is no such fusion",
-    "--no-bias-gelu-fusion": "there is no such fusion",
-    "--no-bias-swiglu-fusion": "there is no such fusion",
-    "--no-bias-dropout-fusion": "there is no such fusion",
-    "--no-masked-softmax-fusion": "there is no such fusion",
-    "--no-rope-fusion": "there is no such fusion",
-    "--no-persist-layer-norm": "there is no such kernel",
-    "--no-mmap-bin-files": "corpora are read as the data loader finds best",
-    "--no-create-attention-mask-in-dataloader": "no mask is made, attention is causal",
-    "--use-cpu-initialization": "initial values are always drawn on the CPU",
-    "--no-async-tensor-model-parallel-allreduce": "a matter of speed",
-    "--no-overlap-p2p-communication": "a matter of speed",
-    "--overlap-p2p-communication-warmup-flush": "a matter of speed",
-    "--ddp-bucket-size": "FSDP2 groups parameters by block",
-    "--ddp-num-buckets": "FSDP2 groups parameters by block",
-    "--ddp-average-in-collective": "gradients are summed and scaled once",
-    "--recompute-method": "blocks are recomputed one by one",
-    "--cp-comm-type": "there is no context parallelism yet",
-    "--manual-gc": "a matter of speed",
-    "--manual-gc-interval": "a matter of speed",
-    "--empty-unused-memory-level": "a matter of memory",
-    "--nccl-communicator-config-path": "a matter of speed",
-    "--timing-log-level": "metrics.jsonl holds the times of each iteration",
-    "--timing-log-option": "metrics.jsonl holds the times of each iteration",
-    "--no-barrier-with-level-1-timing": "metrics.jsonl holds the times of each iteration",
-    "--log-timers-to-tensorboard": "metrics.jsonl holds the times of each iteration",
-    "--log-memory-to-tensorboard": "metrics.jsonl holds the peak of memory",
-    "--log-validation-ppl-to-tensorboard": "metrics.jsonl holds the validation loss",
-    "--log-world-size-to-tensorboard": "the run folder holds the layout",
-    "--log-progress": "metrics.jsonl holds the progress",
-    "--log-straggler": "no straggler detection",
-    "--tensorboard-log-interval": "every iteration is written",
-    "--tensorboard-queue-size": "a matter of speed",
-    "--wandb-save-dir": "files of Weights & Biases are in the run folder",
-    "--use-persistent-ckpt-worker": "a matter of speed",
-    "--ckpt-fully-parallel-save": "checkpoints are always written by all ranks",
-    "--ckpt-fully-parallel-load": "checkpoints are always read by all ranks",
-    "--ckpt-assume-constant-structure": "a matter of speed",
-}
+ACCEPTED: dict[str, str] = _by_flag(
+    {
+        "there is one model implementation": "--use-mcore-models",
+        "the attention core picks its kernel; see --attention-backend": "--use-flash-attn",
+        "softmax always accumulates in fp32": "--attention-softmax-in-fp32",
+        "gradients are always accumulated in fp32": "--accumulate-allreduce-grads-in-fp32",
+        "the loss is always a mean over unmasked tokens": "--calculate-per-token-loss",
+        "there is no such fusion": (
+            "--no-gradient-accumulation-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion "
+            "--no-bias-dropout-fusion --no-masked-softmax-fusion --no-rope-fusion"
+        ),
+        "there is no such kernel": "--no-persist-layer-norm",
+        "corpora are read as the data loader finds best": "--no-mmap-bin-files",
+        "no mask is made, attention is causal": "--no-create-attention-mask-in-dataloader",
+        "initial values are always drawn on the CPU": "--use-cpu-initialization",
+        "a matter of speed": (
+            "--no-async-tensor-model-parallel-allreduce --no-overlap-p2p-communication "
+            "--overlap-p2p-communication-warmup-flush --manual-gc --manual-gc-interval "
+            "--nccl-communicator-config-path --tensorboard-queue-size "
+            "--use-persistent-ckpt-worker --ckpt-assume-constant-structure"
+        ),
+        "FSDP2 groups parameters by block": "--ddp-bucket-size --ddp-num-buckets",
+        "gradients are summed and scaled once": "--ddp-average-in-collective",
+        "blocks are recomputed one by one": "--recompute-method",
+        "there is no context parallelism yet": "--cp-comm-type",
+        "a matter of memory": "--empty-unused-memory-level",
+        "metrics.jsonl holds the times of each iteration": (
+            "--timing-log-level --timing-log-option --no-barrier-with-level-1-timing "
+            "--log-timers-to-tensorboard"
+        ),
+        "metrics.jsonl holds the peak of memory": "--log-memory-to-tensorboard",
+        "metrics.jsonl holds the validation loss": "--log-validation-ppl-to-tensorboard",
+        "the run folder holds the layout": "--log-world-size-to-tensorboard",
+        "metrics.jsonl holds the progress": "--log-progress",
+        "no straggler detection": "--log-straggler",
+        "every iteration is written": "--tensorboard-log-interval",
+        "files of Weights & Biases are in the run folder": "--wandb-save-dir",
+        "checkpoints are always written by all ranks": "--ckpt-fully-parallel-save",
+        "checkpoints are always read by all ranks": "--ckpt-fully-parallel-load",
+    }
+)
 
 # Flags of which one value means what is done here anyway.
 ACCEPTED_VALUES: dict[str, tuple[str, str]] = {
     "--dataloader-type": ("single", "samples are read in one order"),
 }
 
-REFUSED: dict[str, str] = {
-    "--fp8-interval": "it is ignored since Transformer Engine 1.8: scales are updated every step",
-    "--fp4-format": "there is no FP4",
-    "--te-precision-config-file": "use --precision-policy FILE.yaml",
-    "--grad-reduce-in-bf16": "gradients are reduced in fp32",
-    "--num-experts": "there are no experts (MoE)",
-    "--multi-latent-attention": "there is no latent attention",
-    "--vocab-file": "use --tokenizer-type HuggingFaceTokenizer --tokenizer-model VOCAB.json; its "
-    "merges are read beside it (vocab.json and merges.txt, gpt2-vocab.json and gpt2-merges.txt)",
-    "--merge-file": "use --tokenizer-type HuggingFaceTokenizer --tokenizer-model VOCAB.json; its "
-    "merges are read beside it (vocab.json and merges.txt, gpt2-vocab.json and gpt2-merges.txt)",
-    "--num-virtual-stages-per-pipeline-rank": "use --num-layers-per-virtual-pipeline-stage",
-    "--decoder-first-pipeline-num-layers": "stages hold equal numbers of layers",
-    "--decoder-last-pipeline-num-layers": "stages hold equal numbers of layers",
-    "--pipeline-model-parallel-layout": "stages hold equal numbers of layers",
-    "--account-for-embedding-in-pipeline-split": "stages hold equal numbers of layers",
-    "--account-for-loss-in-pipeline-split": "stages hold equal numbers of layers",
-    "--use-tp-pp-dp-mapping": "the order of ranks is fixed: tp fastest, pp slowest",
-    "--recompute-activations": "use --recompute-granularity selective",
-    "--lr-warmup-samples": "use --lr-warmup-iters or --lr-warmup-fraction",
-    "--lr-decay-samples": "use --lr-decay-iters",
-    "--lr-warmup-init": "the warm-up starts at 0",
-    "--decoupled-lr": "all parameters share one learning rate",
-    "--decoupled-min-lr": "all parameters share one learning rate",
-    "--start-weight-decay": "weight decay is constant",
-    "--end-weight-decay": "weight decay is constant",
-    "--weight-decay-incr-style": "weight decay is constant",
-    "--sgd-momentum": "the optimizer's momentum is fixed",
-    "--override-opt_param-scheduler": "the schedule always follows the flags",
-    "--use-checkpoint-opt_param-scheduler": "the schedule always follows the flags",
-    "--use-precision-aware-optimizer": "optimizer state is fp32",
-    "--optimizer-cpu-offload": "optimizer state stays on the device",
-    "--use-megatron-fsdp": "sharding goes through FSDP2; see --fsdp-size",
-    "--data-parallel-sharding-strategy": "use --fsdp-size and --reshard-after-forward",
-    "--num-distributed-optimizer-instances": "use --fsdp-size",
-    "--apply-layernorm-1p": "norm weights are stored as they are used",
-    "--apply-residual-connection-post-layernorm": "blocks are pre-norm",
-    "--squared-relu": "activations are gelu, gelu-tanh and --swiglu",
-    "--quick-geglu": "activations are gelu, gelu-tanh and --swiglu",
-    "--openai-gelu": "use --activation gelu-tanh",
-    "--init-method-xavier-uniform": "weights are drawn from a normal distribution",
-    "--apply-query-key-layer-scaling": "softmax accumulates in fp32 and needs no scaling",
-    "--fp16-lm-cross-entropy": "the loss is computed in fp32",
-    "--fp32-residual-connection": "the residual stream has the compute type",
-    "--rotary-interleaved": "rope turns halves, not pairs",
-    "--rotary-seq-len-interpolation-factor": "use --use-rope-scaling",
-    "--use-rotary-position-embeddings": "use --position-embedding-type rope",
-    "--no-position-embedding": "use --position-embedding-type none",
-    "--mtp-num-layers": "there is no multi-token prediction",
-    "--skip-train": "there is no evaluation without training; --eval-interval evaluates during it",
-    "--perform-initial-eval": "the first evaluation comes after --eval-interval iterations",
-    "--retro-add-retriever": "there is no retrieval",
-    "--data-args-path": "use --data-path PREFIX with the corpus that the file lists; in place of "
-    "several, tools/preprocess_data.py writes one corpus of all files of --input",
-    "--per-split-data-args-path": "use --train-data-path, --valid-data-path, --test-data-path",
-    "--ckpt-step": "use --load DIR/iter_N",
-    "--ckpt-convert-format": "use tools/convert_checkpoint.py",
-    "--dist-ckpt-strictness": "a checkpoint must match the model",
-    "--non-persistent-save-interval": "use --save-interval and --keep-last",
-    "--no-save-rng": "random state is a function of seed and position",
-    "--no-initialization": "initial values are always drawn",
-    "--enable-cuda-graph": "there are no CUDA graphs",
-    "--external-cuda-graph": "there are no CUDA graphs",
-    "--cuda-graph-impl": "there are no CUDA graphs",
-    "--local-rank": "torchrun gives LOCAL_RANK in the environment",
-}
+REFUSED: dict[str, str] = _by_flag(
+    {
+        "it is ignored since Transformer Engine 1.8: scales are updated every step": (
+            "--fp8-interval"
+        ),
+        "there is no FP4": "--fp4-format",
+        "use --precision-policy FILE.yaml": "--te-precision-config-file",
+        "gradients are reduced in fp32": "--grad-reduce-in-bf16",
+        "there are no experts (MoE)": "--num-experts",
+        "there is no latent attention": "--multi-latent-attention",
+        "use --tokenizer-type HuggingFaceTokenizer --tokenizer-model VOCAB.json; its merges are "
+        "read beside it (vocab.json and merges.txt, gpt2-vocab.json and gpt2-merges.txt)": (
+            "--vocab-file --merge-file"
+        ),
+        "use --num-layers-per-virtual-pipeline-stage": "--num-virtual-stages-per-pipeline-rank",
+        "stages hold equal numbers of layers": (
+            "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
+            "--pipeline-model-parallel-layout --account-for-embedding-in-pipeline-split "
+            "--account-for-loss-in-pipeline-split"
+        ),
+        "the order of ranks is fixed: tp fastest, pp slowest": "--use-tp-pp-dp-mapping",
+        "use --recompute-granularity selective": "--recompute-activations",
+        "use --lr-warmup-iters or --lr-warmup-fraction": "--lr-warmup-samples",
+        "use --lr-decay-iters": "--lr-decay-samples",
+        "the warm-up starts at 0": "--lr-warmup-init",
+        "all parameters share one learning rate": "--decoupled-lr --decoupled-min-lr",
+        "weight decay is constant": (
+            "--start-weight-decay --end-weight-decay --weight-decay-incr-style"
+        ),
+        "the optimizer's momentum is fixed": "--sgd-momentum",
+        "the schedule always follows the flags": (
+            "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler"
+        ),
+        "optimizer state is fp32": "--use-precision-aware-optimizer",
+        "optimizer state stays on the device": "--optimizer-cpu-offload",
+        "sharding goes through FSDP2; see --fsdp-size": "--use-megatron-fsdp",
+        "use --fsdp-size and --reshard-after-forward": "--data-parallel-sharding-strategy",
+        "use --fsdp-size": "--num-distributed-optimizer-instances",
+        "norm weights are stored as they are used": "--apply-layernorm-1p",
+        "blocks are pre-norm": "--apply-residual-connection-post-layernorm",
+        "activations are gelu, gelu-tanh and --swiglu": "--squared-relu --quick-geglu",
+        "use --activation gelu-tanh": "--openai-gelu",
+        "weights are drawn from a normal distribution": "--init-method-xavier-uniform",
+        "softmax accumulates in fp32 and needs no scaling": "--apply-query-key-layer-scaling",
+        "the loss is computed in fp32": "--fp16-lm-cross-entropy",
+        "the residual stream has the compute type": "--fp32-residual-connection",
+        "rope turns halves, not pairs": "--rotary-interleaved",
+        "use --use-rope-scaling": "--rotary-seq-len-interpolation-factor",
+        "use --position-embedding-type rope": "--use-rotary-position-embeddings",
+        "use --position-embedding-type none": "--no-position-embedding",
+        "there is no multi-token prediction": "--mtp-num-layers",
+        "there is no evaluation without training; --eval-interval evaluates during it": (
+            "--skip-train"
+        ),
+        "the first evaluation comes after --eval-interval iterations": "--perform-initial-eval",
+        "there is no retrieval": "--retro-add-retriever",
+        "use --data-path PREFIX with the corpus that the file lists; in place of several, "
+        "tools/preprocess_data.py writes one corpus of all files of --input": "--data-args-path",
+        "use --train-data-path, --valid-data-path, --test-data-path": "--per-split-data-args-path",
+        "use --load DIR/iter_N": "--ckpt-step",
+        "use tools/convert_checkpoint.py": "--ckpt-convert-format",
+        "a checkpoint must match the model": "--dist-ckpt-strictness",
+        "use --save-interval and --keep-last": "--non-persistent-save-interval",
+        "random state is a function of seed and position": "--no-save-rng",
+        "initial values are always drawn": "--no-initialization",
+        "there are no CUDA graphs": "--enable-cuda-graph --external-cuda-graph --cuda-graph-impl",
+        "torchrun gives LOCAL_RANK in the environment": "--local-rank",
+    }
+)
 
 REFUSED_PREFIXES: dict[str, str] = {
     "--moe-": "there are no experts (MoE)",

@@ -6,6 +6,17 @@ from pydantic import Field
 
 from megafp8.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section
 
+# Fields that may be left out, and the property that says what they are then.
+DERIVED = {
+    "ffn_hidden_size": "ffn_size",
+    "kv_channels": "head_dim",
+    "num_query_groups": "query_groups",
+    "max_position_embeddings": "positions",
+    "add_qkv_bias": "qkv_bias",
+    "add_attention_output_bias": "attention_output_bias",
+    "add_mlp_bias": "mlp_bias",
+}
+
 
 class ModelConfig(Section):
     """Sizes and variants of the GPT model; what is left open is derived by the properties."""

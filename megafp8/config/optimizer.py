@@ -11,7 +11,6 @@ from megafp8.config.base import (
     PositiveInt,
     Probability,
     Section,
-    UnitInterval,
 )
 
 
@@ -30,7 +29,7 @@ class OptimizerConfig(Section):
         default=None, description="iterations until --min-lr (default: all)"
     )
     lr_warmup_iters: NonNegativeInt = Field(default=0, description="iterations of linear warm-up")
-    lr_warmup_fraction: UnitInterval | None = Field(
+    lr_warmup_fraction: Probability | None = Field(
         default=None, description="warm-up as a part of --lr-decay-iters"
     )
     lr_wsd_decay_iters: PositiveInt | None = Field(

@@ -1,6 +1,6 @@
 """Section `parallel`: how the model is spread over ranks."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -8,6 +8,7 @@ from megafp8.config.base import PositiveFloat, PositiveInt, Section
 from megafp8.config.paths import FilePath
 
 Schedule = Literal["1f1b", "interleaved", "zbv", "gpipe"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 class ParallelConfig(Section):

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from megafp8.config.amax_algorithm import parse_amax_algorithm
 from megafp8.config.base import (
     NonNegativeInt,
     PositiveFloat,
@@ -134,24 +135,8 @@ class PrecisionConfig(Section):
     @field_validator("fp8_amax_compute_algo")
     @classmethod
     def _algorithm_is_known(cls, name: str) -> str:
-        kind, _, argument = name.partition(":")
-        if name in ("max", "most_recent"):
-            return name
-        try:
-            value = float(argument)
-        except ValueError:
-            value = -1.0  # in none of the ranges below
-        if kind == "quantile" and 0 <= value <= 1:
-            return name
-        if kind == "trimmed_max" and argument.isdecimal() and argument.isascii() and value < 2**31:
-            return name
-        if kind == "ema" and 0 <= value < 1:
-            return name
-        raise ValueError(
-            "max, most_recent, quantile:Q with 0 <= Q <= 1, trimmed_max:K with an integer K >= 0 "
-            "and below 2**31, "
-            "or ema:B with 0 <= B < 1"
-        )
+        parse_amax_algorithm(name)
+        return name
 
     @property
     def fp8(self) -> bool:

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from megafp8.config.axes import smallest_world
 from megafp8.config.base import Section
 from megafp8.config.checks import problems
-from megafp8.config.data import DataConfig
+from megafp8.config.data import BYTE_TOKENIZER_SIZE, DataConfig
 from megafp8.config.layout import Layout, build_layout, full_batch_size
 from megafp8.config.messages import sentence
 from megafp8.config.model import ModelConfig
@@ -20,8 +20,6 @@ from megafp8.config.precision import PrecisionConfig
 from megafp8.config.records import CheckpointConfig, LoggingConfig
 from megafp8.config.training import TrainingConfig
 from megafp8.errors import ConfigurationError
-
-BYTE_TOKENIZER_SIZE = 257  # 256 bytes and the end of a document
 
 
 class RunConfig(Section):
@@ -105,12 +103,6 @@ class RunConfig(Section):
             return None
         # As in Megatron, its end-of-document id comes on top.
         return size + 1 if kind == "NullTokenizer" else size
-
-    @property
-    def known_padded_vocab_size(self) -> int | None:
-        """Rows of the embedding where the flags alone tell it, else None."""
-        size = self.known_vocab_size
-        return None if size is None else self.model.padded_vocab_size(size)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return the values as a YAML file would give them, without those that are None.

@@ -75,7 +75,6 @@ class GPTDataset:
         seq_length: Tokens of a sample.
         seed: Decides the order.
         split: "train", "valid" or "test"; the orders of different splits are unrelated.
-        shuffle: False gives samples in the order of the stream.
         vocab_size: Ids the model knows; a sample with a larger id is an error that names the
             document. None checks nothing.
         eod_to_mask: Where the input is this id the loss mask is 0 (the label is the first token of
@@ -90,7 +89,6 @@ class GPTDataset:
         seed: int,
         *,
         split: str = "train",
-        shuffle: bool = True,
         vocab_size: int | None = None,
         eod_to_mask: int | None = None,
     ) -> None:
@@ -98,7 +96,7 @@ class GPTDataset:
         assert seq_length >= 1, seq_length
         self.seq_length = seq_length
         self.documents = documents
-        self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
+        self._dataset, self._seed = dataset, seed
         self._stream = SPLITS.index(split)
         self._vocab_size, self._eod_to_mask = vocab_size, eod_to_mask
         self._start = dataset.sequence_start(documents.start)
@@ -131,19 +129,11 @@ class GPTDataset:
             )
         assert number >= 0, number
         epoch, offset = divmod(int(number), self._samples)
-        if not self._shuffle:
-            return offset
         order = self._orders.get(epoch)
         if order is None:
             order = Permutation(self._samples, self._seed, epoch, self._stream)
             self._orders = OrderedDict([*list(self._orders.items())[-1:], (epoch, order)])
         return order.element(offset)
-
-    def locate(self, number: int) -> tuple[int, int]:
-        """Return (document, offset in it) of the first token of sample `number`."""
-        token = self._start + self.position(number) * self.seq_length
-        document = self._dataset.sequence_at(token)
-        return document, token - self._dataset.sequence_start(document)
 
     def _check_ids(self, window: np.ndarray, start: int) -> None:
         if self._vocab_size is None:

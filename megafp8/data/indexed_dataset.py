@@ -127,18 +127,6 @@ class IndexedDatasetWriter:
         """Documents added so far."""
         return len(self._lengths)
 
-    def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append one document (may be empty).
-
-        Args:
-            tokens: Ids, [n].
-
-        Raises:
-            DataError: An id does not fit the stored width, or the document is too long for int32.
-        """
-        encoded = encode_tokens(tokens, self.dtype)
-        self.add_encoded([encoded.size], encoded.tobytes())
-
     def add_encoded(self, lengths: Sequence[int], payload: bytes) -> None:
         """Append documents whose tokens are already bytes of the stored width.
 

@@ -56,7 +56,8 @@ def build_datasets(config: Any, tokenizer: Tokenizer | None = None) -> Datasets:
     data = config.data
     tokenizer = tokenizer or build_tokenizer(data)
     vocab_size = resolve_vocab_size(data, tokenizer)
-    _refuse_unsupported(data)
+    if data.data_cache_path is not None:
+        get_logger(__name__).info("data-cache-path has no effect: there is no index to cache")
     eod_to_mask = None
     if data.eod_mask_loss:
         if tokenizer is None:
@@ -85,14 +86,11 @@ def build_datasets(config: Any, tokenizer: Tokenizer | None = None) -> Datasets:
         for split, source in zip(SPLITS, sources, strict=True)
     ]
     train, valid, test = splits
+    assert train is not None, "checked by RunConfig"
     if not train:
-        found = (
-            f"{len(train.documents)} documents with {train.num_tokens} tokens give"
-            if train is not None
-            else "--train-data-path is missing, which gives"
-        )
         raise DataError(
-            f"{_paths_given(data)}: {found} no training sample; one needs seq-length + 1 = "
+            f"{' '.join(data.data_path or data.train_data_path)}: {len(train.documents)} documents "
+            f"with {train.num_tokens} tokens give no training sample; one needs seq-length + 1 = "
             f"{seq_length + 1} tokens"
         )
     _log_sizes(splits, seq_length)
@@ -109,34 +107,14 @@ def _corpora(
 
 
 def _sources(data: Any) -> list[tuple[IndexedDataset, range] | None]:
-    """Return dataset and document range of train, valid and test."""
-    separate = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    if any(path is not None for path in separate):
-        if data.data_path is not None:
-            raise DataError("--data-path excludes --train-data-path and its two companions")
-        opened = [
-            None if path is None else IndexedDataset(*path)  # the section holds one prefix each
-            for path in separate
-        ]
-        return [None if dataset is None else (dataset, range(len(dataset))) for dataset in opened]
-    if data.data_path is None:
-        raise DataError("no data: give --data-path, --train-data-path or --mock-data")
-    dataset = IndexedDataset(*data.data_path)
-    ranges = split_documents(data.split_weights, len(dataset))
-    return [(dataset, documents) for documents in ranges]
-
-
-def _refuse_unsupported(data: Any) -> None:
-    for name in ("reset_position_ids", "reset_attention_mask"):
-        if getattr(data, name, False):
-            raise DataError(f"--{name.replace('_', '-')} is not supported")
-    if getattr(data, "data_cache_path", None):
-        get_logger(__name__).info("data-cache-path has no effect: there is no index to cache")
-
-
-def _paths_given(data: Any) -> str:
-    path = data.data_path or data.train_data_path or data.valid_data_path or data.test_data_path
-    return " ".join(path)
+    """Return dataset and document range of train, valid and test; sections hold one prefix each."""
+    if data.data_path is not None:
+        dataset = IndexedDataset(*data.data_path)
+        ranges = split_documents(data.split_weights, len(dataset))
+        return [(dataset, documents) for documents in ranges]
+    paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    opened = [None if path is None else IndexedDataset(*path) for path in paths]
+    return [None if dataset is None else (dataset, range(len(dataset))) for dataset in opened]
 
 
 def _log_sizes(splits: list[GPTDataset | None], seq_length: int) -> None:
@@ -197,15 +175,11 @@ class BatchLoader:
             `position_ids` int64 [b, s]; new arrays that the caller may change.
 
         Raises:
-            DataError: The batch size does not divide among the ranks, or a sample is unusable.
+            DataError: A sample is unusable.
         """
         assert consumed_samples >= 0, consumed_samples
         share = self._micro_batch_size * self._dp_size
-        if global_batch_size < 1 or global_batch_size % share:
-            raise DataError(
-                f"global batch size {global_batch_size} is not a multiple of micro batch size "
-                f"{self._micro_batch_size} * data-parallel size {self._dp_size} = {share}"
-            )
+        assert global_batch_size >= 1 and global_batch_size % share == 0, (global_batch_size, share)
         starts = self._starts(consumed_samples, global_batch_size)
         if self._threads is None:
             return [self._micro_batch(start) for start in starts]

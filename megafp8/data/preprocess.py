@@ -29,8 +29,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from megafp8.config.data import WITHOUT_MODEL
 from megafp8.data.indexed_dataset import (
-    IndexedDataset,
     IndexedDatasetWriter,
     encode_tokens,
     optimal_dtype,
@@ -45,7 +45,6 @@ from megafp8.data.sources import (
     read_texts,
 )
 from megafp8.data.tokenizers import (
-    WITHOUT_MODEL,
     Tokenizer,
     build_tokenizer,
     lost_characters,
@@ -70,7 +69,7 @@ class PreprocessOptions:
     """How records become token ids.
 
     Attributes:
-        tokenizer_type: One of `tokenizers.TOKENIZER_TYPES`.
+        tokenizer_type: One of `config.data.TOKENIZER_TYPES`.
         tokenizer_model: Model file or folder, for the types that have one.
         vocab_size: For NullTokenizer.
         json_keys: Keys of JSONL records; each gives a dataset of its own.
@@ -176,8 +175,6 @@ def preprocess(
     Raises:
         DataError: Bad input, bad record, or nothing to write; no final file is then changed.
     """
-    if workers < 1:
-        raise DataError(f"--workers {workers}: expected at least 1")
     if not options.json_keys or len(set(options.json_keys)) != len(options.json_keys):
         raise DataError(f"--json-keys {' '.join(options.json_keys)}: expected distinct keys")
     kind = options.tokenizer_type
@@ -185,8 +182,7 @@ def preprocess(
         raise DataError(f"--vocab-size is for --tokenizer-type NullTokenizer, found {kind}")
     started = time.monotonic()
     tokenizer = build_tokenizer(options)
-    if tokenizer is None:
-        raise DataError("--tokenizer-type is missing")
+    assert tokenizer is not None, "the type is named"
     for note in tokenizer.notes:
         get_logger(__name__).warning("%s", note)
     found = expand_inputs(inputs, globs, exclude)
@@ -210,7 +206,6 @@ def preprocess(
                 )
             writer.prepare()
     for prefix, writer in zip(prefixes, writers, strict=True):
-        _check_written(prefix, writer)
         report.documents[prefix] = writer.num_documents
         report.tokens[prefix] = writer.num_tokens
     report.seconds = time.monotonic() - started
@@ -233,15 +228,6 @@ def _take(
     report.uncounted += batch.uncounted
     for writer, lengths, payload in zip(writers, batch.lengths, batch.payloads, strict=True):
         writer.add_encoded(lengths, payload)
-
-
-def _check_written(prefix: str, writer: IndexedDatasetWriter) -> None:
-    written = IndexedDataset(prefix)
-    if (len(written), written.num_tokens) != (writer.num_documents, writer.num_tokens):
-        raise DataError(
-            f"{prefix}: holds {len(written)} documents and {written.num_tokens} tokens, expected "
-            f"{writer.num_documents} and {writer.num_tokens}: another process wrote there"
-        )
 
 
 def _batches(records: Iterable[RawRecord]) -> Iterator[list[RawRecord]]:

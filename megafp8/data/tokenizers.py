@@ -10,11 +10,12 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import sentencepiece
 import tokenizers as hf_tokenizers
 
+from megafp8.config.data import BYTE_TOKENIZER_SIZE, tokenizer_refusal
 from megafp8.data.tokenizer_json import (
     CONFIG_NAME,
     definition_files,
@@ -38,38 +39,21 @@ _SPACE_SYMBOL = "\u2581"
 # Lost characters that a message names.
 _NAMED = 5
 
-TOKENIZER_TYPES = (
-    "SentencePieceTokenizer",
-    "HuggingFaceTokenizer",
-    "ByteTokenizer",
-    "NullTokenizer",
-)
-# These read no file.
-WITHOUT_MODEL = ("ByteTokenizer", "NullTokenizer")
 
+class Tokenizer:
+    """What preprocessing, training and sampling need of a tokenizer.
 
-class Tokenizer(Protocol):
-    """What preprocessing, training and sampling need of a tokenizer."""
+    Attributes:
+        vocab_size: Number of ids, added tokens and the end-of-document id included.
+        eod: Id that ends a document.
+        notes: What of the tokenizer's files is not followed; a sentence each, to tell the user.
+        files: The files that ids follow from.
+    """
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, added tokens and the end-of-document id included."""
-        ...
-
-    @property
-    def eod(self) -> int:
-        """Id that ends a document."""
-        ...
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What of the tokenizer's files is not followed; a sentence each, to tell the user."""
-        ...
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files that ids follow from."""
-        ...
+    vocab_size: int
+    eod: int
+    notes: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without an end-of-document id.
@@ -78,20 +62,18 @@ class Tokenizer(Protocol):
             DataError: The tokenizer has no id for something in it, nor one for what it lacks.
             UnicodeEncodeError: `text` holds a lone surrogate, which is no character.
         """
-        ...
+        raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`."""
-        ...
+        raise NotImplementedError
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One id per UTF-8 byte (0..255) and 256 for the end of a document."""
 
-    vocab_size = 257
-    eod = 256
-    notes = ()
-    files = ()
+    vocab_size = BYTE_TOKENIZER_SIZE
+    eod = BYTE_TOKENIZER_SIZE - 1
 
     def encode(self, text: str) -> list[int]:
         """Return the UTF-8 bytes of `text`."""
@@ -102,7 +84,7 @@ class ByteTokenizer:
         return _join_documents(ids, self.eod, lambda run: bytes(run).decode("utf-8", "replace"))
 
 
-class NullTokenizer:
+class NullTokenizer(Tokenizer):
     """Megatron's tokenizer for benchmarks: text is ids in decimal, separated by blanks.
 
     Args:
@@ -110,12 +92,8 @@ class NullTokenizer:
             end of a document: `NullTokenizer(100)` has eod 100 and vocab_size 101.
     """
 
-    notes = ()
-    files = ()
-
     def __init__(self, vocab_size: int) -> None:
-        if vocab_size < 1:
-            raise DataError(f"NullTokenizer: --vocab-size {vocab_size}, expected at least 1")
+        assert vocab_size >= 1, vocab_size
         self.eod = vocab_size
         self.vocab_size = vocab_size + 1
 
@@ -138,14 +116,12 @@ class NullTokenizer:
         return " ".join(str(int(token)) for token in ids)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model.
 
     Args:
         path: Model file, or a folder that holds `tokenizer.model`.
     """
-
-    notes = ()
 
     def __init__(self, path: str | Path) -> None:
         file = _model_file(path, "tokenizer.model")
@@ -201,7 +177,7 @@ class SentencePieceTokenizer:
         return ids if all(self._processor.is_byte(token) for token in ids) else None
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json` of the `tokenizers` library; nothing is downloaded.
 
     Truncation, padding and dropout that the file holds are off, and told in `notes`.
@@ -315,27 +291,22 @@ def build_tokenizer(data: Any) -> Tokenizer | None:
         The tokenizer; None if `tokenizer_type` is None.
 
     Raises:
-        DataError: The model is missing or unreadable, or given to a type that reads none; the type
-            is unknown.
+        DataError: The model is missing or unreadable, or given to a type that reads none.
     """
     kind, model = data.tokenizer_type, data.tokenizer_model
     if kind is None:
         return None
-    if model is not None and kind in WITHOUT_MODEL:
-        raise DataError(f"--tokenizer-type {kind} takes no --tokenizer-model, found {model}")
+    if refusal := tokenizer_refusal(kind, model, data.vocab_size):
+        raise DataError(refusal)
     if kind == "ByteTokenizer":
         return ByteTokenizer()
     if kind == "NullTokenizer":
-        if data.vocab_size is None:
-            raise DataError("--tokenizer-type NullTokenizer needs --vocab-size")
         return NullTokenizer(data.vocab_size)
-    if kind not in TOKENIZER_TYPES:
-        raise DataError(f"--tokenizer-type {kind}: expected one of {', '.join(TOKENIZER_TYPES)}")
-    if model is None:
-        raise DataError(f"--tokenizer-type {kind} needs --tokenizer-model (a file or its folder)")
-    if kind == "SentencePieceTokenizer":
-        return SentencePieceTokenizer(model)
-    return HuggingFaceTokenizer(model)
+    return (
+        SentencePieceTokenizer(model)
+        if kind == "SentencePieceTokenizer"
+        else HuggingFaceTokenizer(model)
+    )
 
 
 def resolve_vocab_size(data: Any, tokenizer: Tokenizer | None = None) -> int:

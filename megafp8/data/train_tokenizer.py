@@ -120,8 +120,6 @@ def train_tokenizer(
     Raises:
         DataError: Bad input, a size out of range, or a trained model that loses characters.
     """
-    if kind not in TYPES:
-        raise DataError(f"--type {kind}: expected one of {', '.join(TYPES)}")
     if vocab_size < MINIMUM_VOCAB_SIZE:
         raise DataError(
             f"--vocab-size {vocab_size}: expected at least {MINIMUM_VOCAB_SIZE} (256 bytes, "

@@ -15,16 +15,11 @@ from megafp8.config.axes import axes_of
 from megafp8.config.layout import Layout
 from megafp8.config.run import RunConfig
 from megafp8.config.shape import ModelShape, ParameterSpec
-from megafp8.config.wire import WIRE_BLOCK
+from megafp8.config.wire import payload_bytes
 from megafp8.precision.plan import PrecisionPlan, build_plan
 from megafp8.precision.recipe import high_precision_wgrad
 
 FP32 = 4
-
-
-def payload_bytes(length: int) -> int:
-    """Bytes of `length` values as FP8 codes with a 4-byte scale per block; a multiple of 4."""
-    return -(-(4 * -(-length // WIRE_BLOCK) + length) // 4) * 4
 
 
 def step_bytes(

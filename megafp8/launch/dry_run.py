@@ -14,10 +14,10 @@ from megafp8.config.cli import Command
 from megafp8.config.hardware import PrecisionChoice
 from megafp8.config.layout import Layout
 from megafp8.config.run import RunConfig
-from megafp8.config.shape import ModelShape, ParameterSpec
+from megafp8.config.shape import ModelShape
 from megafp8.errors import ConfigurationError
 from megafp8.launch.communication import communication_text
-from megafp8.precision.plan import PrecisionPlan, build_plan
+from megafp8.precision.plan import PrecisionPlan, build_plan, number_ranges
 from megafp8.precision.recipe import recipe_fields
 
 
@@ -54,7 +54,6 @@ def preflight(config: RunConfig, world_size: int) -> tuple[RunConfig, ModelShape
     resolved = config.resolved(world_size)
     shape = ModelShape.from_config(resolved, vocabulary(resolved))
     plan = build_plan(resolved, shape, resolved.layout(world_size))
-    rank_groups(shape, resolved.layout(world_size))
     return resolved, shape, plan
 
 
@@ -80,57 +79,24 @@ def vocabulary(config: RunConfig) -> int:
 
 
 def rank_groups(shape: ModelShape, layout: Layout) -> tuple[RankGroup, ...]:
-    """Return what each pipeline position holds.
-
-    Raises:
-        ConfigurationError: The layers of all stages are not the model's, each once.
-    """
-    # Parameters differ between blocks only in the layer number: one block stands for all.
-    sizes = _StageSizes(shape, layout)
+    """Return what each pipeline position holds."""
     groups = []
     for ranks in layout.groups(axes_of("stage")):
         stages = layout.stage_indices(layout.coordinates(ranks[0])["pp"])
-        layers = tuple(layer for stage in stages for layer in layout.stage_layers(stage))
+        specs = [spec for stage in stages for spec in shape.stage_parameters(layout, stage)]
+        # The output layer of a tied model is a copy, and on a stage of its own.
+        copies = [spec for spec in specs if spec.copy_of is not None]
         groups.append(
             RankGroup(
                 ranks=tuple(ranks),
                 stages=stages,
-                layers=layers,
-                parameters=sum(sizes.full(stage) for stage in stages),
-                shard=sum(sizes.shard(stage) for stage in stages),
-                tied_copy=sum(sizes.tied_copy(stage) for stage in stages),
+                layers=tuple(layer for stage in stages for layer in layout.stage_layers(stage)),
+                parameters=sum(spec.shard_numel(layout.tp, 1) for spec in specs),
+                shard=sum(spec.shard_numel(layout.tp, layout.fsdp) for spec in specs),
+                tied_copy=sum(spec.shard_numel(layout.tp, 1) for spec in copies),
             )
         )
-    built = sorted(layer for group in groups for layer in group.layers)
-    if built != list(range(shape.num_layers)):
-        raise ConfigurationError(
-            f"the stages would build {len(built)} layers, num_layers is {shape.num_layers}"
-        )
     return tuple(groups)
-
-
-class _StageSizes:
-    """Elements of each stage's parameters on one rank."""
-
-    def __init__(self, shape: ModelShape, layout: Layout) -> None:
-        self.layout = layout
-        last = layout.num_stages - 1
-        specs = {stage: shape.stage_parameters(layout, stage) for stage in {0, min(1, last), last}}
-        inner = [spec for spec in specs[min(1, last)] if spec.layer is not None]
-        self.specs = {stage: specs.get(stage, inner) for stage in range(layout.num_stages)}
-
-    def full(self, stage: int) -> int:
-        return sum(self._local(spec) for spec in self.specs[stage])
-
-    def shard(self, stage: int) -> int:
-        layout = self.layout
-        return sum(spec.shard_numel(layout.tp, layout.fsdp) for spec in self.specs[stage])
-
-    def tied_copy(self, stage: int) -> int:
-        return sum(self._local(spec) for spec in self.specs[stage] if spec.copy_of is not None)
-
-    def _local(self, spec: ParameterSpec) -> int:
-        return spec.shard_numel(self.layout.tp, 1)
 
 
 def choose_world_size(command: Command, environment_size: int | None) -> int:
@@ -209,22 +175,9 @@ def _parameter_text(shape: ModelShape, layout: Layout) -> str:
         last = group.ranks[-1]
         ranks = f"ranks {group.ranks[0]}-{last}" if len(group.ranks) > 1 else f"rank {last}"
         copy = f", {group.tied_copy} of them a copy of the embedding" if group.tied_copy else ""
+        stages = ",".join(map(str, group.stages))
         lines.append(
-            f"  {ranks}: stages {_list(group.stages)}, layers {_spans(group.layers)}, "
+            f"  {ranks}: stages {stages}, layers {number_ranges(group.layers)}, "
             f"{group.parameters} parameters per rank{copy}, {group.shard} in its largest FSDP shard"
         )
     return "\n".join(lines)
-
-
-def _list(numbers: tuple[int, ...]) -> str:
-    return ",".join(map(str, numbers))
-
-
-def _spans(numbers: tuple[int, ...]) -> str:
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(f"{low}-{high}" if low < high else str(low) for low, high in spans)

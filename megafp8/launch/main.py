@@ -7,7 +7,6 @@ signal ended early and whose state, if it had begun, is saved (the same command 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -15,9 +14,11 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megafp8.command.ending import INTERRUPTED, complain, flush_stdout, say, show
 from megafp8.config.checks import check_trainable
 from megafp8.config.cli import parse_command, wants_help
 from megafp8.config.environment import (
@@ -27,6 +28,7 @@ from megafp8.config.environment import (
     read_world_size,
 )
 from megafp8.config.megatron_flags import accepted_reason
+from megafp8.config.messages import flag_name
 from megafp8.config.run import RunConfig
 from megafp8.config.yaml_reader import UnreadableFileError
 from megafp8.errors import (
@@ -41,7 +43,7 @@ from megafp8.errors import (
 from megafp8.launch.dry_run import choose_world_size, describe, preflight
 from megafp8.launch.hardware import decide
 from megafp8.log import TRACKER_THREAD, configure, get_logger
-from megafp8.train.signals import INTERRUPTED, Interrupt, StopSignals, ignore_signals
+from megafp8.train.signals import Interrupt, StopSignals, ignore_signals
 
 PROGRAM = "pretrain_gpt.py"
 STOPPED_BY_SIGNAL = StoppedBySignal.exit_code
@@ -64,7 +66,7 @@ def run_program(argv: list[str]) -> NoReturn:
     except KeyboardInterrupt:  # it came while another error was being told
         code = INTERRUPTED
     ignore_signals()
-    _flush_stdout()
+    flush_stdout()
     hung = any(thread.name.startswith(TRACKER_THREAD) for thread in threading.enumerate())
     if hung or (code and "torch.distributed" in sys.modules):
         # Python's own exit would wait until every pending collective of a process group that was
@@ -99,13 +101,13 @@ def main(
         if interrupt is not None and interrupt.received:
             return _interrupted("", rank)
         if _speaks(error, rank, local_rank):
-            _complain(_one_line(error))
+            complain(str(error), PROGRAM)
         elif "TORCHELASTIC_RUN_ID" in environment:
             # torchrun ends all ranks as soon as one has left: a silent rank that leaves first
             # would take rank 0 with it before it has spoken. And if rank 0 is still there after
             # this time it has no error of its own, so this one has to be told here.
             time.sleep(GRACE_SECONDS)
-            _complain(f"rank {rank}: {_one_line(error)}")
+            complain(f"rank {rank}: {error}", PROGRAM)
         return error.exit_code
     except Exception:  # a bug: shown in full, marked with its rank
         if interrupt is not None and interrupt.received:
@@ -120,7 +122,7 @@ def _dispatch(argv: list[str], environment: Mapping[str, str]) -> int:
     if wants_help(argv):
         from megafp8.config.help import help_text
 
-        _show(help_text())
+        show(help_text())
         return 0
     command = parse_command(argv, _saved_run)
     if command.dry_run:
@@ -129,7 +131,7 @@ def _dispatch(argv: list[str], environment: Mapping[str, str]) -> int:
         config, choice = decide(command.config, guess_ranks(environment)[1])
         text = describe(config, choose_world_size(command, started), choice)
         if guess_ranks(environment)[0] == 0:
-            _show(text)
+            show(text)
         return 0
     return _train(command.config, LaunchEnvironment.from_mapping(environment))
 
@@ -151,7 +153,7 @@ def _train(config: RunConfig, launch: LaunchEnvironment) -> int:
     configure(launch.rank)
     stop = StopSignals()
     speaks = launch.rank == 0 or launch.local_rank == 0
-    tell = _say if speaks else lambda text: None
+    tell = partial(say, program=PROGRAM) if speaks else lambda text: None
     if threading.current_thread() is threading.main_thread():
         if config.training.exit_signal_handler:
             stop.install()  # before torch, whose import takes seconds
@@ -189,7 +191,7 @@ def _train_guarded(config: RunConfig, launch: LaunchEnvironment, stop: StopSigna
 
 def _without_effect(config: RunConfig) -> list[tuple[str, str]]:
     ours = [
-        ("--" + field.replace("_", "-"), reason)
+        (flag_name(field), reason)
         for field, reason in ALWAYS_ON.items()
         if getattr(config.parallel, field)
     ]
@@ -214,31 +216,5 @@ def _speaks(error: MegaFP8Error, rank: int, local_rank: int) -> bool:
 
 def _interrupted(where: str, rank: int) -> int:
     if rank == 0:
-        _say(f"interrupted{' ' if where else ''}{where}")
+        say(f"interrupted{' ' if where else ''}{where}", PROGRAM)
     return INTERRUPTED
-
-
-def _show(text: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # `--help | head` has read enough
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-
-def _flush_stdout() -> None:
-    """Leave nothing for Python to complain about while it exits, with an exit code of its own."""
-    try:
-        sys.stdout.flush()
-    except OSError:  # who read it has left, or the disk under it is full
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _say(text: str) -> None:
-    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
-
-
-def _complain(text: str) -> None:
-    _say(f"error: {text}")
-
-
-def _one_line(error: MegaFP8Error) -> str:
-    return " ".join(str(error).split())

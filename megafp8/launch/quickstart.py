@@ -10,7 +10,6 @@ chosen is kept in the run folder, so that an interrupted run goes on to the same
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,12 +17,12 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from types import FrameType
 
 import torch
 
 from megafp8.checkpoint import find_checkpoint
 from megafp8.checkpoint.files import iteration_of
+from megafp8.command.ending import INTERRUPTED, Ended, ended_by_signals, say
 from megafp8.errors import LaunchError, MegaFP8Error
 from megafp8.train.metrics import read_metrics
 
@@ -178,7 +177,7 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
     except KeyboardInterrupt:  # which a terminal sends to the process as well
         process.wait()
         raise
-    except SystemExit:
+    except Ended:
         process.terminate()
         process.wait()
         raise
@@ -252,16 +251,13 @@ def read_plan(run_dir: Path) -> Plan | None:
     path = run_dir / PLAN_FILE
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        plan = Plan(train_iters=found["train_iters"], size=Size(**found["size"]))
-        if min(plan.train_iters, *dataclasses.astuple(plan.size)) < 1:
-            raise ValueError("not positive")
+        return Plan(train_iters=found["train_iters"], size=Size(**found["size"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise LaunchError(
             f"{path}: {error!r}; remove it, and give TRAIN_ITERS if there are checkpoints"
         ) from error
-    return plan
 
 
 def write_plan(run_dir: Path, plan: Plan) -> None:
@@ -315,24 +311,22 @@ def _say(text: str) -> None:
     print(f"== {text}", flush=True)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
-
-
 def run_program(arguments: list[str]) -> int:
     """Run a command line; what a user can mend, and a failed probe's own words, go to stderr."""
-    signal.signal(signal.SIGTERM, _end)
     run_dir, data, *iterations = arguments
     try:
-        return main(Path(run_dir), Path(data), int(iterations[0]) if iterations else None)
+        with ended_by_signals():
+            return main(Path(run_dir), Path(data), int(iterations[0]) if iterations else None)
     except subprocess.CalledProcessError as error:
         print(error.output, end="", file=sys.stderr)
         return error.returncode if error.returncode > 0 else 128 - error.returncode
     except MegaFP8Error as error:
-        print(f"quickstart.sh: {error}", file=sys.stderr)
+        say(str(error), "quickstart.sh")
         return error.exit_code
+    except Ended as ended:
+        return ended.exit_code
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ import torch
 from megafp8.checkpoint.find import find_to_read
 from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.whole_model import load_model
-from megafp8.config.data import DataConfig
+from megafp8.config.data import TOKENIZER_TYPES, WITHOUT_MODEL, DataConfig
 from megafp8.config.shape import ModelShape
-from megafp8.data.tokenizers import TOKENIZER_TYPES, WITHOUT_MODEL, Tokenizer, build_tokenizer
+from megafp8.data.tokenizers import Tokenizer, build_tokenizer
 from megafp8.errors import CheckpointError, DataError
 from megafp8.evaluation import generate
 from megafp8.log import configure, get_logger

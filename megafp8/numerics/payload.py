@@ -17,24 +17,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megafp8.config.wire import WIRE_BLOCK
+from megafp8.config.wire import SCALE_BYTES, WIRE_BLOCK, blocks, payload_bytes
 from megafp8.numerics.formats import Fp8Format
 from megafp8.numerics.quantize import decode
 from megafp8.numerics.scales import current_scale
 
 BLOCK = WIRE_BLOCK  # 4 bytes per 256 codes: 0.508 of BF16, 0.254 of FP32
-_SCALE_BYTES = 4
 _CHUNK = 1 << 18  # elements that stay in a CPU's cache; see `quantize`
-
-
-def _blocks(length: int) -> int:
-    return -(-length // BLOCK)
-
-
-def payload_bytes(length: int) -> int:
-    """Return the bytes of a row of `length` values."""
-    # Rounded up to 4 bytes, so that the fp32 scales of every row start at a multiple of 4.
-    return -(-(_SCALE_BYTES * _blocks(length) + length) // _SCALE_BYTES) * _SCALE_BYTES
 
 
 def encode_rows(x: Tensor, fmt: Fp8Format) -> Tensor:
@@ -59,7 +48,7 @@ def encode_rows(x: Tensor, fmt: Fp8Format) -> Tensor:
             continue
         source = x[:, first:last].unflatten(1, (-1, size))  # [rows, blocks, size]
         target = codes[:, first:last].unflatten(1, (-1, size))
-        factors = scale_inv[:, first // BLOCK : _blocks(last)]  # [rows, blocks]
+        factors = scale_inv[:, first // BLOCK : blocks(last)]  # [rows, blocks]
         if x.device.type != "cpu":
             _cast(source, fmt, target, factors)
             continue
@@ -73,7 +62,7 @@ def encode_rows(x: Tensor, fmt: Fp8Format) -> Tensor:
 
 def _parts(payload: Tensor, length: int, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
     """Views (scale_inv fp32 [rows, blocks], codes [rows, n]) of rows of bytes."""
-    head = _SCALE_BYTES * _blocks(length)
+    head = SCALE_BYTES * blocks(length)
     codes = payload[:, head : head + length].view(fmt.dtype)
     return payload[:, :head].view(torch.float32), codes
 

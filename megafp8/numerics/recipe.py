@@ -6,7 +6,6 @@ never is: a tensor whose amax is 0 leaves no entry.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megafp8.config.amax_algorithm import parse_amax_algorithm
 from megafp8.errors import PrecisionError
 from megafp8.numerics.formats import E4M3, E5M2, Fp8Format
 
@@ -114,7 +114,7 @@ class Recipe:
             )
         if self.name == "mxfp8" and not self.power_of_2_scales:
             raise PrecisionError("recipe mxfp8 has power-of-two scales (E8M0); found False")
-        parse_amax_algorithm(self.amax_compute_algo)
+        amax_algorithm(self.amax_compute_algo)
 
     @property
     def stateful(self) -> bool:
@@ -144,41 +144,23 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def parse_amax_algorithm(text: str) -> AmaxAlgorithm:
+def amax_algorithm(text: str) -> AmaxAlgorithm:
     """Turn the name of an algorithm into a function from a window to the chosen amax.
 
     Raises:
         PrecisionError: for an unknown name or a parameter out of range.
     """
-    name, colon, parameter = text.partition(":") if isinstance(text, str) else ("", "", "")
-    if text == "max":
-        return _max
-    if text == "most_recent":
-        return _most_recent
-    if name == "quantile" and colon:
-        q = _number(text, parameter, "a number in 0..1", lambda v: 0.0 <= v <= 1.0)
-        return lambda history: _quantile(history, q)
-    if name == "trimmed_max" and colon:
-        allowed = "an integer of at least 0 and below 2**31"
-        k = int(_number(text, parameter, allowed, lambda v: 0 <= v < 2**31 and v == int(v)))
-        return lambda history: _trimmed_max(history, k)
-    if name == "ema" and colon:
-        b = _number(text, parameter, "a number in 0..1, 1 excluded", lambda v: 0.0 <= v < 1.0)
-        return lambda history: _ema(history, b)
-    raise PrecisionError(
-        f"amax_compute_algo {text!r} is not one of max, most_recent, quantile:Q, trimmed_max:K, "
-        "ema:B"
-    )
-
-
-def _number(text: str, parameter: str, allowed: str, valid: Callable[[float], bool]) -> float:
     try:
-        value = float(parameter)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or not valid(value):
-        raise PrecisionError(f"amax_compute_algo {text!r}: {parameter!r} is not {allowed}")
-    return value
+        kind, parameter = parse_amax_algorithm(text)
+    except ValueError as error:
+        raise PrecisionError(f"amax_compute_algo {text!r}: allowed {error}") from None
+    if kind == "quantile":
+        return lambda history: _quantile(history, parameter)
+    if kind == "trimmed_max":
+        return lambda history: _trimmed_max(history, int(parameter))
+    if kind == "ema":
+        return lambda history: _ema(history, parameter)
+    return _max if kind == "max" else _most_recent
 
 
 def _max(history: Tensor) -> Tensor:

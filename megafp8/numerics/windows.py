@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megafp8.numerics.recipe import Recipe, Role, parse_amax_algorithm
+from megafp8.numerics.recipe import Recipe, Role, amax_algorithm
 from megafp8.numerics.scales import next_scale, round_down_to_power_of_2
 
 _FP32 = torch.finfo(torch.float32)
@@ -44,7 +44,7 @@ def window_scale(
     Returns:
         (scales [N], the amaxes [N] they were chosen for; 0, inf or NaN: the window does not tell).
     """
-    chosen = parse_amax_algorithm(recipe.amax_compute_algo)(history)  # [H, N] -> [N]
+    chosen = amax_algorithm(recipe.amax_compute_algo)(history)  # [H, N] -> [N]
     power_of_2, cap = recipe.power_of_2_scales, recipe.scale_cap
     return next_scale(chosen, scale, fp8_max, recipe.margin, power_of_2, cap), chosen
 

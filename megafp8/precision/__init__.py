@@ -1,7 +1,7 @@
 """Which part of the model runs in which precision, and the record of it. Imports no torch."""
 
 from megafp8.precision.audit import AUDIT_NAME, AuditLog
-from megafp8.precision.manifest import ManifestRecord, build_manifest, write_manifest
+from megafp8.precision.manifest import build_manifest, write_manifest
 from megafp8.precision.plan import FP8_MULTIPLE, LinearPlan, PrecisionPlan, build_plan
 from megafp8.precision.recipe import high_precision_wgrad, recipe_fields, recipe_from_config
 
@@ -10,7 +10,6 @@ __all__ = [
     "AuditLog",
     "FP8_MULTIPLE",
     "LinearPlan",
-    "ManifestRecord",
     "PrecisionPlan",
     "build_manifest",
     "build_plan",

@@ -10,20 +10,9 @@ from megafp8.log import JsonlSink
 AUDIT_NAME = "audit.jsonl"
 LEVELS = ("info", "warning", "error")
 # Every line has all of these; what an event has no use for is null.
-FIELDS = (
-    "time",
-    "iteration",
-    "level",
-    "event",
-    "module",
-    "metric",
-    "value",
-    "threshold",
-    "action",
-    "data_position",
-    "checkpoint_before",
-    "checkpoint_after",
-    "reason",
+FIELDS = tuple(
+    "time iteration level event module metric value threshold action data_position "
+    "checkpoint_before checkpoint_after reason".split()
 )
 
 

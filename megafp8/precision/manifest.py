@@ -11,7 +11,6 @@ import hashlib
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,19 +25,6 @@ from megafp8.precision.plan import PrecisionPlan
 from megafp8.precision.recipe import recipe_fields
 
 MANIFEST_VERSION = 1
-
-
-@dataclass(frozen=True)
-class ManifestRecord:
-    """A written manifest.
-
-    Attributes:
-        path: the newest revision.
-        sha256: of its bytes.
-    """
-
-    path: Path
-    sha256: str
 
 
 def build_manifest(
@@ -84,56 +70,40 @@ def build_manifest(
     return {**content, **extra}
 
 
-def write_manifest(folder: str | Path, content: Mapping[str, Any]) -> ManifestRecord:
-    """Write a manifest, or find that the newest one says the same.
+def write_manifest(folder: str | Path, content: Mapping[str, Any]) -> str:
+    """Write a manifest, or find that the newest one says the same; call on one rank.
 
-    Call on one rank. `content` may not hold `parent`.
+    Args:
+        folder: The run folder; made if missing.
+        content: What `build_manifest` returned.
+
+    Returns:
+        The sha256 of the bytes of the newest revision.
 
     Raises:
-        PrecisionError: A manifest that is there does not match the chain, or cannot be read.
+        PrecisionError: The newest manifest cannot be read.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    newest = latest_manifest(folder)
-    if newest is None:
+    found = revisions(folder)
+    if not found:
         return _write_new(folder / "manifest.yaml", {**content, "parent": None})
-    stored = _read(newest.path)
+    stored = _read(found[-1])
+    parent = hashlib.sha256(found[-1].read_bytes()).hexdigest()
     stored.pop("parent", None)
     if stored == yaml.safe_load(_dump(content)):
-        return newest
-    number = len(revisions(folder))
-    return _write_new(folder / f"manifest-{number}.yaml", {**content, "parent": newest.sha256})
+        return parent
+    return _write_new(folder / f"manifest-{len(found)}.yaml", {**content, "parent": parent})
 
 
-def revisions(folder: str | Path) -> list[Path]:
+def revisions(folder: Path) -> list[Path]:
     """Return the manifests of a run folder, oldest first."""
-    folder = Path(folder)
     found = []
     path = folder / "manifest.yaml"
     while path.exists():
         found.append(path)
         path = folder / f"manifest-{len(found)}.yaml"
     return found
-
-
-def latest_manifest(folder: str | Path) -> ManifestRecord | None:
-    """Return the newest manifest of a run folder, or None.
-
-    Raises:
-        PrecisionError: A revision does not name the sha256 of the one before it.
-    """
-    parent: str | None = None
-    record: ManifestRecord | None = None
-    for path in revisions(folder):
-        named = _read(path).get("parent")
-        if named != parent:
-            raise PrecisionError(
-                f"{path}: found parent {named}, allowed {parent}: an earlier manifest was changed "
-                "after it was written"
-            )
-        parent = hashlib.sha256(path.read_bytes()).hexdigest()
-        record = ManifestRecord(path, parent)
-    return record
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -151,10 +121,8 @@ def _dump(content: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(content), sort_keys=False, width=100)
 
 
-def _write_new(path: Path, content: Mapping[str, Any]) -> ManifestRecord:
+def _write_new(path: Path, content: Mapping[str, Any]) -> str:
     data = _dump(content).encode("utf-8")
-    if path.exists():
-        raise PrecisionError(f"{path}: appeared while it was being written by another process")
     # Written beside and moved, so that a killed run leaves no half manifest to chain to.
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
@@ -162,7 +130,7 @@ def _write_new(path: Path, content: Mapping[str, Any]) -> ManifestRecord:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-    return ManifestRecord(path, hashlib.sha256(data).hexdigest())
+    return hashlib.sha256(data).hexdigest()
 
 
 def _version(package: str) -> str:

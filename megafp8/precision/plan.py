@@ -6,6 +6,7 @@ dry run prints what training will do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -130,7 +131,7 @@ class PrecisionPlan:
             groups.setdefault(key, []).append(item.layer)
         for (module, size_in, size_out, tokens, precision, reason), layers in groups.items():
             lines.append(
-                f"  {module:<29} layers {_ranges(layers):<9} [{tokens} x {size_in}] @ "
+                f"  {module:<29} layers {number_ranges(layers):<9} [{tokens} x {size_in}] @ "
                 f"[{size_in} x {size_out}]  {precision}: {reason}"
             )
         for part in self.high_precision:
@@ -157,10 +158,8 @@ def build_plan(config: RunConfig, shape: ModelShape, layout: Layout) -> Precisio
     linears = []
     for spec in shape.linears(layout, config.training.micro_batch_size):
         if not config.precision.fp8:
-            precision, reason = (
-                compute,
-                f"--{compute}" if compute != "fp32" else "no precision flag",
-            )
+            precision = compute
+            reason = f"--{compute}" if compute != "fp32" else "no precision flag"
         else:
             refused = kept.get(spec.name) or _misfit(spec, config.precision.recipe_name)
             precision = compute if refused else "fp8"
@@ -296,10 +295,10 @@ def _module(linear: LinearPlan) -> str:
     return linear.name.split(".", 3)[3]
 
 
-def _ranges(numbers: list[int]) -> str:
-    """Write sorted numbers as 0-3,6."""
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Return numbers as 0-3,6: in their order, runs of neighbours as one."""
     spans: list[list[int]] = []
-    for number in sorted(numbers):
+    for number in numbers:
         if spans and number == spans[-1][1] + 1:
             spans[-1][1] = number
         else:

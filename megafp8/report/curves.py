@@ -12,78 +12,58 @@ from matplotlib.ticker import MaxNLocator
 from megafp8.errors import DataError
 from megafp8.train.metrics import read_metrics
 
-# Okabe and Ito's palette: distinct also for colour-blind readers and in grey print.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOUR = "#0072B2"  # of Okabe and Ito's palette: distinct for colour-blind readers
 SMOOTH_FROM = 60  # points; shorter curves are read better as they are
 INK, MUTED, GRID = "#222222", "#666666", "#E6E6E6"
 
 
-def plot_loss_curve(
-    run_dirs: Sequence[str | Path],
-    output_png: str | Path,
-    baseline: float | None = None,
-    *,
-    baseline_label: str = "unigram entropy",
-) -> Path:
+def plot_loss_curve(run_dir: Path, output_png: Path, baseline: float) -> None:
     """Draw training loss (line) and validation loss (points) over iterations.
 
     Long curves are drawn twice: the raw values faintly and their running mean on top. Non-finite
     losses leave a gap.
 
     Args:
-        run_dirs: Run folders; with more than one the legend names each.
-        output_png: File to write; its folder is made.
-        baseline: A loss to compare with, drawn as a horizontal line.
-        baseline_label: What the line is.
-
-    Returns:
-        The written file.
+        run_dir: Run folder.
+        output_png: File to write.
+        baseline: Unigram entropy of the corpus in nats, drawn as a horizontal line.
 
     Raises:
-        DataError: A folder has no metrics, or none with a finite loss.
+        DataError: The folder has no metrics, or none with a finite loss.
     """
     # A Figure of its own, not pyplot: no global state, and no display is looked for.
     figure = Figure(figsize=(8.0, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    runs = [Path(run_dir) for run_dir in run_dirs]
-    for index, run_dir in enumerate(runs):
-        prefix = f"{run_dir.name}: " if len(runs) > 1 else ""
-        _draw_run(axes, run_dir, read_metrics(run_dir), COLOURS[index % len(COLOURS)], prefix)
-    if baseline is not None:
-        axes.axhline(baseline, color=MUTED, linewidth=1.2, linestyle=(0, (5, 4)), zorder=1)
-        axes.annotate(
-            f"{baseline_label} {baseline:.2f}",
-            xy=(1.0, baseline),
-            xycoords=("axes fraction", "data"),
-            xytext=(-4, 4),
-            textcoords="offset points",
-            ha="right",
-            color=MUTED,
-            fontsize=9,
-        )
-    _style(axes, "Loss" if len(runs) > 1 else f"Loss of {runs[0].name}")
-    output = Path(output_png)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output)
-    return output
+    _draw_run(axes, run_dir, read_metrics(run_dir))
+    axes.axhline(baseline, color=MUTED, linewidth=1.2, linestyle=(0, (5, 4)), zorder=1)
+    axes.annotate(
+        f"unigram entropy {baseline:.2f}",
+        xy=(1.0, baseline),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 4),
+        textcoords="offset points",
+        ha="right",
+        color=MUTED,
+        fontsize=9,
+    )
+    _style(axes, f"Loss of {run_dir.name}")
+    figure.savefig(output_png)
 
 
-def _draw_run(
-    axes: Axes, run_dir: Path, entries: Sequence[dict[str, Any]], colour: str, prefix: str
-) -> None:
+def _draw_run(axes: Axes, run_dir: Path, entries: Sequence[dict[str, Any]]) -> None:
     iterations = [entry["iteration"] for entry in entries]
     losses = [float(entry["loss"]) for entry in entries]
     if not any(math.isfinite(loss) for loss in losses):
         raise DataError(f"{run_dir}: metrics.jsonl holds no finite loss, nothing to draw")
     gapped = [loss if math.isfinite(loss) else math.nan for loss in losses]
     if len(gapped) >= SMOOTH_FROM:
-        axes.plot(iterations, gapped, color=colour, alpha=0.25, linewidth=0.8, zorder=2)
+        axes.plot(iterations, gapped, color=COLOUR, alpha=0.25, linewidth=0.8, zorder=2)
         gapped = running_mean(gapped, len(gapped) // 30)
     # A single iteration would be a line without length.
     marker = "o" if len(gapped) == 1 else ""
     axes.plot(
-        iterations, gapped, color=colour, linewidth=1.8, marker=marker, zorder=3,
-        label=f"{prefix}training",
+        iterations, gapped, color=COLOUR, linewidth=1.8, marker=marker, zorder=3,
+        label="training",
     )  # fmt: skip
     validation = [
         (entry["iteration"], float(entry["valid_loss"]))
@@ -92,9 +72,9 @@ def _draw_run(
     ]
     if validation:
         axes.plot(
-            *zip(*validation, strict=True), color=colour, linestyle="none", marker="o",
+            *zip(*validation, strict=True), color=COLOUR, linestyle="none", marker="o",
             markersize=6, markerfacecolor="white", markeredgewidth=1.6, zorder=4,
-            label=f"{prefix}validation",
+            label="validation",
         )  # fmt: skip
 
 

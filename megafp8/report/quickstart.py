@@ -28,7 +28,7 @@ def describe_quickstart(run_dir: Path, corpus: str, command: str) -> str:
     """
     entropy = unigram_entropy(corpus)
     curve = run_dir / "loss_curve.png"
-    plot_loss_curve([run_dir], curve, baseline=entropy)
+    plot_loss_curve(run_dir, curve, entropy)
     lines = [summarize_run(run_dir), f"unigram entropy:    {entropy:.4f} nats per token"]
     entries = read_metrics(run_dir)
     losses = [entry["valid_loss"] for entry in entries if entry.get("valid_loss") is not None]

@@ -203,7 +203,7 @@ def write_records(
         content = build_manifest(
             config, plan, device=device_name(device), backend=backend, extra=extra
         )
-        return write_manifest(run_dir, content).sha256
+        return write_manifest(run_dir, content)
 
     return on_first_rank(f"writing to {run_dir}", write, None)
 

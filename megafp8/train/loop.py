@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megafp8.command.ending import signal_name
 from megafp8.config import ModelShape, RunConfig
 from megafp8.data.loader import BatchLoader, Datasets
 from megafp8.errors import TrainingError
@@ -27,7 +28,7 @@ from megafp8.train.measure import memory_peak_bytes, parameter_norm
 from megafp8.train.metrics import IterationMetrics, MetricsWriter
 from megafp8.train.saving import RunSaver
 from megafp8.train.schedule import LearningRateSchedule
-from megafp8.train.signals import StopSignals, signal_name
+from megafp8.train.signals import StopSignals
 from megafp8.train.state import TrainState
 from megafp8.train.step import TrainingStep
 

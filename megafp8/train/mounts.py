@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megafp8.config import RunConfig
-from megafp8.data.tokenizers import WITHOUT_MODEL
+from megafp8.config.data import WITHOUT_MODEL
 from megafp8.errors import DataError
 
 ANSWER_SECONDS = 30.0

@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from megafp8.command.ending import INTERRUPTED, signal_name
 from megafp8.errors import PeerError, StoppedBySignal
 
 # SIGTERM is what schedulers and launchers send before they kill; SIGUSR1 is what Slurm's --signal
 # is commonly told to send some time before that.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-INTERRUPTED = 130  # what shells report for a program that SIGINT ended
 SET_UP_GRACE = 3.5  # seconds that the main thread has to leave in order
 
 
@@ -175,8 +175,3 @@ def ignore_signals() -> None:
     """
     for number in (*STOP_SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-
-
-def signal_name(number: int) -> str:
-    """Return "SIGTERM" for 15."""
-    return signal.Signals(number).name

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from megafp8.checkpoint.convert import run, safetensors_files
 from megafp8.checkpoint.convert.native import open_native
 from megafp8.checkpoint.streaming import TensorReader
-from megafp8.data.tool_parser import run_tool
+from megafp8.command.ending import run_tool
 from megafp8.errors import CheckpointError
 from tests.checkpoint.converted import refused, run_convert
 from tests.checkpoint.hand_made import HIDDEN, VOCAB, make_folder, weights
@@ -182,7 +182,7 @@ def test_foreign_names_are_printed_in_one_line(capsys: pytest.CaptureFixture[str
         raise CheckpointError("in: 1 unknown: a\nb\x1b[31m\udcff")
 
     assert run_tool(refuse) == 2
-    assert capsys.readouterr().err == "error: in: 1 unknown: a\\nb\\x1b[31m\\udcff\n"
+    assert capsys.readouterr().err == "error: in: 1 unknown: a b\\x1b[31m\\udcff\n"
     assert run_tool(lambda: ["converted in/\udcff", "verified"]) == 0
     assert capsys.readouterr().out == "converted in/\\udcff\nverified\n"
 

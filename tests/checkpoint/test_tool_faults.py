@@ -20,7 +20,7 @@ import pytest
 import megafp8.checkpoint.save as saves
 from megafp8.checkpoint import find_checkpoint, read_record, verify_files
 from megafp8.checkpoint.convert.run import ConvertOptions, convert
-from megafp8.data.tool_parser import run_tool
+from megafp8.command.ending import run_tool
 from megafp8.errors import CheckpointError
 from tests.checkpoint.hand_made import make_folder
 from tests.checkpoint.made import make_source
@@ -129,7 +129,7 @@ def test_errors_of_the_system_are_one_line(capsys: pytest.CaptureFixture[str]) -
 def test_a_reader_that_has_seen_enough() -> None:
     """`tool | head -1` is no failure of the tool, and no traceback."""
     work = "run_tool(lambda: ['x' * 70] * 100_000)"
-    code = f"import sys; from megafp8.data.tool_parser import run_tool; sys.exit({work})"
+    code = f"import sys; from megafp8.command.ending import run_tool; sys.exit({work})"
     words = [sys.executable, "-c", code]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None

@@ -12,7 +12,7 @@ import megafp8.checkpoint.convert.run as convert_run
 import megafp8.checkpoint.rewrite as rewrite
 from megafp8.checkpoint.convert.run import ConvertOptions, convert
 from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
-from megafp8.data.tool_parser import run_tool
+from megafp8.command.ending import run_tool
 
 TARGET = TargetLayout(2, 1, 2)
 

@@ -66,7 +66,6 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
         ("--position-embedding-type none --use-rope-scaling", "--use-rope-scaling needs"),
         ("--window-size 4,1", "--window-size 4,1"),
         ("--window-size -1,0", "--window-size -1,0"),
-        ("--hidden-size 4 --num-attention-heads 1 --swiglu !ffn-hidden-size", "no MLP width"),
         ("--tensor-model-parallel-size 3", "num_attention_heads 4 is not divisible by tensor_mo"),
         (
             "--group-query-attention --tensor-model-parallel-size 2",
@@ -74,15 +73,10 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
         ),
         ("--ffn-hidden-size 66 --tensor-model-parallel-size 4", "ffn_hidden_size 66 is not"),
         (
-            "--vocab-size 10 --make-vocab-size-divisible-by 9 --tensor-model-parallel-size 4",
-            "18 is not divisible by tensor_model_parallel_size 4",
-        ),
-        (
             "--seq-length 17 --tensor-model-parallel-size 2 --sequence-parallel",
             "seq_length 17 is not divisible by tensor_model_parallel_size 2",
         ),
         ("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size > 1"),
-        ("--pipeline-model-parallel-size 3", "num_layers 4 is not divisible by pipeline_model_p"),
         ("--pipeline-schedule interleaved", "needs --num-layers-per-virtual-pipeline-stage"),
         (
             "--pipeline-schedule zbv --num-layers-per-virtual-pipeline-stage 1",
@@ -90,14 +84,6 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
         ),
         ("--pipeline-schedule zbv", "zbv schedule needs --pipeline-model-parallel-size > 1"),
         ("--num-layers-per-virtual-pipeline-stage 1", "needs --pipeline-model-parallel-size > 1"),
-        (
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
-            "= 1 chunk per rank",
-        ),
-        (
-            "--pipeline-schedule zbv --pipeline-model-parallel-size 4",
-            "num_layers 4 is not divisible by pipeline_model_parallel_size 4 * 2 chunks of zbv = 8",
-        ),
         (
             "--pipeline-schedule zbv --pipeline-model-parallel-size 2 --recompute-granularity full",
             "--recompute-granularity does not work with --pipeline-schedule zbv",
@@ -130,20 +116,17 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
         ),
         ("--fp8-recipe tensorwise --fp8-nonfinite-amax freeze", "--fp8-nonfinite-amax freeze is f"),
         ("--fp8-recipe tensorwise --fp8-weight-amax cast", "--fp8-weight-amax cast is for"),
-        ("--fp16 --initial-loss-scale 1 --min-loss-scale 2", "below min_loss_scale"),
         ("--first-last-layers-bf16 --num-layers-at-end-in-bf16 4", "> num_layers 4"),
         ("--train-samples 80", "--train-iters 10 contradicts --train-samples 80"),
         ("!train-iters", "exactly one of --train-iters and --train-samples, found neither"),
         ("--recompute-num-layers 1", "needs --recompute-granularity full, found none"),
         ("--micro-batch-size 0", "--micro-batch-size: found 0, allowed >= 1"),
-        ("--micro-batch-size 4 --global-batch-size 10", "size 10 is not a multiple of --micro-b"),
         ("--rampup-batch-size 4 2 10 !global-batch-size", "needs --global-batch-size"),
         ("--rampup-batch-size 4 3 10", "does not end at --global-batch-size 8: 8 - 4 must be"),
         ("--rampup-batch-size 16 2 10", "does not end at --global-batch-size 8"),
-        ("--rampup-batch-size 4 1 10", "batch size 5 is not divisible by micro batch 2"),
         ("--min-lr 1", "min_lr 1 is above lr 0.001"),
         ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "contradicts --lr-warmup-fraction"),
-        ("--lr-warmup-fraction 1", "lr_warmup_fraction 1"),
+        ("--lr-warmup-fraction 1", "--lr-warmup-fraction: found 1.0, allowed < 1"),
         (
             "--lr-warmup-iters 10",
             "--lr-warmup-iters 10 must be below --train-iters 10; give --lr-warmup-iters 0 to 9",
@@ -156,7 +139,6 @@ def test_what_is_not_built_yet_is_refused_with_a_sentence(text: str, fragment: s
         ("--mock-data --data-path a", "--mock-data contradicts --data-path"),
         ("--valid-data-path a", "needs --train-data-path"),
         ("--train-data-path a --split 1,1", "contradicts --train-data-path"),
-        ("--tokenizer-type NullTokenizer", "NullTokenizer needs --vocab-size"),
         ("--finetune", "--finetune needs --load"),
         ("--new-tokens-from-mean", "--new-tokens-from-mean needs --load"),
         ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint needs --load"),
@@ -355,6 +337,7 @@ def test_what_training_needs_and_a_dry_run_does_not() -> None:
     for text, fragment in [
         ("", "no data"),
         ("--mock-data", "--tokenizer-type is missing"),
+        ("--mock-data --tokenizer-type NullTokenizer", "NullTokenizer needs --vocab-size$"),
         ("--data-path a --vocab-size 10", "--tokenizer-type is missing"),
         (
             "--data-path a --tokenizer-type SentencePieceTokenizer",

@@ -14,8 +14,8 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 
 
 def test_alone_and_under_torchrun() -> None:
-    assert LaunchEnvironment.from_mapping({}) == LaunchEnvironment(0, 1, 0, False, ())
-    assert LaunchEnvironment.from_mapping(TORCHRUN) == LaunchEnvironment(1, 2, 1, True, ())
+    assert LaunchEnvironment.from_mapping({}) == LaunchEnvironment(0, 1, 0, ())
+    assert LaunchEnvironment.from_mapping(TORCHRUN) == LaunchEnvironment(1, 2, 1, ())
     without_local = {"RANK": "1", "WORLD_SIZE": "2"}
     assert LaunchEnvironment.from_mapping(without_local).local_rank == 1
 
@@ -102,7 +102,7 @@ def test_processes_of_mpi_launchers_are_refused(variables: dict[str, str], launc
     ],
 )
 def test_one_process_of_an_mpi_launcher_trains(variables: dict[str, str]) -> None:
-    assert LaunchEnvironment.from_mapping(variables) == LaunchEnvironment(0, 1, 0, False, ())
+    assert LaunchEnvironment.from_mapping(variables) == LaunchEnvironment(0, 1, 0, ())
 
 
 def test_who_speaks_before_all_is_validated() -> None:

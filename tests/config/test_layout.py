@@ -97,13 +97,6 @@ def test_what_does_not_fit_is_refused_with_the_equation(
     assert fragment in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_batches_that_suit_no_world_size_are_refused_at_once() -> None:
-    with pytest.raises(
-        ConfigurationError, match="10 is not a multiple of --micro-batch-size 4; give"
-    ):
-        load(micro=4, batch=10)
-
-
 @pytest.mark.parametrize(
     ("layers", "text", "fragment"),
     [
@@ -119,11 +112,22 @@ def test_batches_that_suit_no_world_size_are_refused_at_once() -> None:
             "would build 64 layers",
         ),
         (5, "--pipeline-model-parallel-size 2", "num_layers 5 is not divisible by"),
+        (
+            4,
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+            "= 1 chunk per rank",
+        ),
+        (
+            4,
+            "--pipeline-schedule zbv --pipeline-model-parallel-size 4",
+            "num_layers 4 is not divisible by pipeline_model_parallel_size 4 * 2 chunks of zbv = 8",
+        ),
     ],
 )
 def test_uneven_layers_are_refused(layers: int, text: str, fragment: str) -> None:
+    config = load(text, layers=layers)
     with pytest.raises(ConfigurationError) as caught:
-        load(text, layers=layers)
+        config.layout(config.smallest_world_size)
     assert fragment in str(caught.value)
 
 

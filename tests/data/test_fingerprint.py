@@ -20,12 +20,13 @@ from megafp8.data.fingerprint import (
 from megafp8.data.indexed_dataset import IndexedDatasetWriter
 from megafp8.data.loader import build_datasets
 from tests.model.small import small_config
+from tests.support.corpora import add_document
 
 
 def write(prefix: Path, documents: list[np.ndarray]) -> None:
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for document in documents:
-            writer.add_document(document)
+            add_document(writer, document)
 
 
 DOCUMENTS = [np.arange(number, number + 30) for number in range(20)]

@@ -18,6 +18,7 @@ from megafp8.data.indexed_dataset import (
     optimal_dtype,
 )
 from megafp8.errors import DataError
+from tests.support.corpora import add_document
 from tests.support.oracles import need
 
 U16, I32 = np.dtype("<u2"), np.dtype("<i4")
@@ -53,7 +54,7 @@ GOLDEN = {
 def write(prefix: Path, documents, dtype=U16) -> Path:
     with IndexedDatasetWriter(prefix, dtype) as writer:
         for document in documents:
-            writer.add_document(document)
+            add_document(writer, document)
     return prefix
 
 
@@ -279,7 +280,7 @@ def test_damage_in_a_later_check_block_is_found(tmp_path, monkeypatch):
 
 def test_final_names_appear_only_on_commit(tmp_path):
     with IndexedDatasetWriter(tmp_path / "d", U16) as writer:
-        writer.add_document([1, 2])
+        add_document(writer, [1, 2])
         writer.prepare()
         assert not bin_path(tmp_path / "d").exists() and not idx_path(tmp_path / "d").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
@@ -289,7 +290,7 @@ def test_a_failed_rewrite_keeps_the_old_pair(tmp_path):
     prefix = good_pair(tmp_path)
     before = bin_path(prefix).read_bytes(), idx_path(prefix).read_bytes()
     with pytest.raises(RuntimeError, match="stopped"), IndexedDatasetWriter(prefix, U16) as writer:
-        writer.add_document([7] * 100)
+        add_document(writer, [7] * 100)
         raise RuntimeError("stopped")
     assert (bin_path(prefix).read_bytes(), idx_path(prefix).read_bytes()) == before
     assert len(list(tmp_path.iterdir())) == 2
@@ -297,7 +298,7 @@ def test_a_failed_rewrite_keeps_the_old_pair(tmp_path):
 
 def test_what_was_lost_on_the_way_to_disk_is_noticed(tmp_path):
     writer = IndexedDatasetWriter(tmp_path / "d", U16)
-    writer.add_document([1, 2, 3])
+    add_document(writer, [1, 2, 3])
     writer.num_tokens += 1
     with pytest.raises(DataError, match="read back 1 documents and 3 tokens, wrote 1 and 4"):
         writer.commit()

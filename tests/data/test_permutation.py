@@ -6,6 +6,12 @@ import pytest
 from megafp8.data.counter_rng import derive_key, random_bits, uniform
 from megafp8.data.permutation import Permutation
 
+
+def elements_of(order: Permutation, positions) -> np.ndarray:
+    """The elements at `positions`."""
+    return np.array([order.element(int(position)) for position in positions])
+
+
 SIZES = [*range(1, 35), 63, 64, 65, 99, 100, 101, 127, 128, 129, 1000, 4095, 4096, 4097, 65537]
 
 
@@ -13,36 +19,25 @@ SIZES = [*range(1, 35), 63, 64, 65, 99, 100, 101, 127, 128, 129, 1000, 4095, 409
 def test_it_is_a_bijection(size):
     for seed, epoch in ((1234, 0), (1234, 1), (0, 0)):
         order = Permutation(size, seed, epoch)
-        elements = order(np.arange(size))
+        elements = elements_of(order, range(size))
         assert np.array_equal(np.sort(elements), np.arange(size))
-        assert np.array_equal(order.inverse(elements), np.arange(size))
 
 
 @pytest.mark.parametrize("size", [2**31 - 1, 2**40, 2**40 + 1, 10**15 + 37, 2**60])
-def test_large_sizes_have_an_inverse(size):
+def test_large_sizes_repeat_nothing(size):
     order = Permutation(size, seed=5)
     rng = np.random.default_rng(0)
-    spots = np.concatenate([[0, 1, size - 2, size - 1], rng.integers(0, size, 2000)])
-    elements = order(spots)
+    spots = {0, 1, size - 2, size - 1, *rng.integers(0, size, 2000).tolist()}
+    elements = elements_of(order, spots)
     assert elements.min() >= 0 and elements.max() < size
-    assert np.array_equal(order.inverse(elements), spots)
+    assert len(set(elements.tolist())) == len(spots)
     # Uniform over the whole range: the mean of 2000 draws is within 5 standard errors.
-    assert abs(elements[4:].mean() / size - 0.5) < 5 * np.sqrt(1 / 12 / 2000)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1001, 10**15 + 37])
-def test_single_positions_equal_the_vector(size):
-    order = Permutation(size, seed=3, epoch=2)
-    positions = np.unique(np.linspace(0, size - 1, 300).astype(np.int64))
-    assert [order.element(i) for i in positions.tolist()] == order(positions).tolist()
-    assert order(np.zeros((2, 3), dtype=np.int64)).shape == (2, 3)
-    with pytest.raises(IndexError):
-        order.element(size)
+    assert abs(elements.mean() / size - 0.5) < 5 * np.sqrt(1 / 12 / 2000)
 
 
 def test_values_are_fixed_for_ever():
     """A change of these numbers changes what every resumed run trains on."""
-    assert Permutation(10, seed=1234, epoch=0)(np.arange(10)).tolist() == [
+    assert elements_of(Permutation(10, seed=1234, epoch=0), range(10)).tolist() == [
         4,
         7,
         2,
@@ -54,7 +49,7 @@ def test_values_are_fixed_for_ever():
         9,
         3,
     ]
-    assert Permutation(10**6, seed=1234, epoch=3)(np.arange(4)).tolist() == [
+    assert elements_of(Permutation(10**6, seed=1234, epoch=3), range(4)).tolist() == [
         106666,
         460348,
         165569,
@@ -63,10 +58,10 @@ def test_values_are_fixed_for_ever():
 
 
 def test_seed_epoch_and_stream_select_unrelated_orders():
-    base = Permutation(5000, 1, 0, 0)(np.arange(5000))
+    base = elements_of(Permutation(5000, 1, 0, 0), range(5000))
     for other in (Permutation(5000, 2, 0), Permutation(5000, 1, 1), Permutation(5000, 1, 0, 1)):
         # Two unrelated permutations agree in one place on average (Poisson: P(> 8) = 1e-6).
-        assert (other(np.arange(5000)) == base).sum() <= 8
+        assert (elements_of(other, range(5000)) == base).sum() <= 8
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 7, 12])
@@ -75,19 +70,21 @@ def test_small_orders_are_balanced(size):
     draws = 3000
     counts = np.zeros((size, size))
     for epoch in range(draws):
-        counts[np.arange(size), Permutation(size, 99, epoch)(np.arange(size))] += 1
+        counts[np.arange(size), elements_of(Permutation(size, 99, epoch), range(size))] += 1
     expected = draws / size
     # 5.5 standard deviations of a binomial count
     assert np.abs(counts - expected).max() < 5.5 * np.sqrt(expected * (1 - 1 / size))
 
 
 def test_all_orders_of_three_occur():
-    found = {tuple(Permutation(3, 7, epoch)(np.arange(3)).tolist()) for epoch in range(300)}
+    found = {
+        tuple(elements_of(Permutation(3, 7, epoch), range(3)).tolist()) for epoch in range(300)
+    }
     assert len(found) == 6
 
 
 def test_neighbours_are_torn_apart():
-    elements = Permutation(100_003, seed=11)(np.arange(100_003))
+    elements = elements_of(Permutation(100_003, seed=11), range(100_003))
     steps = np.diff(elements)
     # For a random order the mean distance is a third of the size, and few neighbours stay so.
     assert abs(np.abs(steps).mean() / 100_003 - 1 / 3) < 0.01
@@ -96,10 +93,10 @@ def test_neighbours_are_torn_apart():
     assert abs(correlation) < 5 / np.sqrt(elements.size)
 
 
-@pytest.mark.parametrize("position", [-1, 10, [0, 10]])
+@pytest.mark.parametrize("position", [-1, 10])
 def test_positions_outside_are_refused(position):
     with pytest.raises(IndexError, match=r"outside \[0, 10\)"):
-        Permutation(10, 0)(np.array(position))
+        Permutation(10, 0).element(position)
 
 
 def test_the_hash_is_splitmix64():

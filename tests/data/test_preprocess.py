@@ -249,10 +249,8 @@ def test_tool_usage_errors_are_one_line():
         assert message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_workers_and_keys_are_checked(tmp_path):
+def test_keys_are_checked(tmp_path):
     source = jsonl(tmp_path / "in.jsonl", ["a"])
-    with pytest.raises(DataError, match="--workers 0: expected at least 1"):
-        preprocess([source], str(tmp_path / "out"), BYTES, workers=0)
     options = PreprocessOptions("ByteTokenizer", json_keys=("text", "text"))
     with pytest.raises(DataError, match="--json-keys text text: expected distinct keys"):
         preprocess([source], str(tmp_path / "out"), options)

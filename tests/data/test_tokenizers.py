@@ -150,7 +150,6 @@ def test_sampling_bounds_the_text_and_covers_all_files(tmp_path):
     ("changes", "message"),
     [
         ({"vocab_size": 257}, "--vocab-size 257: expected at least 258"),
-        ({"kind": "wordpiece"}, "--type wordpiece: expected one of sentencepiece, bpe"),
         ({"inputs": ["nowhere"]}, "--input nowhere: no such file or folder"),
         ({"globs": ["*.rs"]}, r"no file matches --glob \*\.rs"),
     ],
@@ -205,7 +204,6 @@ def test_an_empty_file_is_no_sentencepiece_model(tmp_path):
         (section("HuggingFaceTokenizer", __file__), r"not a tokenizer\.json"),
         (section("SentencePieceTokenizer", __file__), "not a SentencePiece model"),
         (section("NullTokenizer"), "NullTokenizer needs --vocab-size"),
-        (section("GPT2BPETokenizer"), "expected one of SentencePieceTokenizer"),
     ],
 )
 def test_build_errors_are_one_line(data, message):

@@ -11,6 +11,7 @@ import pytest
 
 from megafp8.checkpoint import find_checkpoint, read_record
 from megafp8.data.indexed_dataset import IndexedDatasetWriter
+from tests.support.corpora import add_document
 from tests.support.launches import TINY, Run, launched, train
 
 PLAIN = ("--fp8-format", "none", "--num-workers", "0")
@@ -101,7 +102,7 @@ def write_corpus(prefix: Path, documents: int, seed: int = 0) -> None:
     draw = np.random.default_rng(seed)
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for _ in range(documents):
-            writer.add_document(draw.integers(0, 51, 40))
+            add_document(writer, draw.integers(0, 51, 40))
 
 
 def test_a_corpus_that_changed_behind_its_path_is_refused_unless_meant(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.command.ending import INTERRUPTED
 from megafp8.launch.main import STOPPED_BY_SIGNAL
-from megafp8.train.signals import INTERRUPTED
 from tests.support import launches
 from tests.support.launches import TINY, launched
 from tests.support.limits import PATIENCE_S, slow

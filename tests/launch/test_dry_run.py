@@ -94,7 +94,7 @@ def test_parameters_of_all_ranks_cover_the_model(capsys: pytest.CaptureFixture[s
         assert [int(count) for count in counts] == [group.parameters for group in groups]
 
 
-def test_fast_counts_equal_counts_stage_by_stage() -> None:
+def test_counts_are_those_of_the_stages() -> None:
     text = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 8 --fsdp-size 3"
     config = load_config(
         [

@@ -39,30 +39,23 @@ def colours_of(path):
 def test_the_picture_is_drawn_and_readable_in_size(tmp_path):
     losses = [6.0 * math.exp(-i / 40) + 1 + 0.3 * math.sin(i) for i in range(120)]
     run = make_run(tmp_path / "run", losses, validation=(40, 80, 120))
-    output = plot_loss_curve([run], tmp_path / "new" / "loss.png", baseline=5.2)
-    assert output == tmp_path / "new" / "loss.png"
+    output = tmp_path / "loss.png"
+    plot_loss_curve(run, output, 5.2)
     assert imread(output).shape[:2] == (675, 1200)
     assert "#0072B2" in colours_of(output) and "#666666" in colours_of(output)
 
 
-def test_each_run_has_its_colour(tmp_path):
-    runs = [make_run(tmp_path / name, [3.0, 2.0, 1.0 + i]) for i, name in enumerate("ab")]
-    colours = colours_of(plot_loss_curve(runs, tmp_path / "loss.png"))
-    assert {"#0072B2", "#D55E00"} <= colours
-    one = colours_of(plot_loss_curve(runs[:1], tmp_path / "one.png"))
-    assert "#0072B2" in one and "#D55E00" not in one
-
-
 def test_a_run_with_non_finite_losses_is_drawn_with_gaps(tmp_path):
     run = make_run(tmp_path / "run", [3.0, math.nan, 2.0, math.inf, 1.0])
-    assert plot_loss_curve([run], tmp_path / "loss.png").exists()
+    plot_loss_curve(run, tmp_path / "loss.png", 1.0)
+    assert (tmp_path / "loss.png").exists()
 
 
 @pytest.mark.parametrize("losses", [[], [math.nan, math.nan]])
 def test_a_run_without_a_finite_loss_is_an_error(tmp_path, losses):
     run = make_run(tmp_path / "run", losses)
     with pytest.raises(DataError, match="no finite loss"):
-        plot_loss_curve([run], tmp_path / "loss.png")
+        plot_loss_curve(run, tmp_path / "loss.png", 1.0)
 
 
 def test_running_mean_is_centred_and_skips_gaps():

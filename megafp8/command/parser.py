@@ -1,18 +1,17 @@
-"""What all tools share: their command line, and how they report and end."""
+"""The command line of the tools; values are read as those of `pretrain_gpt.py` are."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megafp8.command.ending import one_line
 from megafp8.config.names import suggestion
 from megafp8.config.paths import expand_path
+from megafp8.config.text import RawText, convert
 from megafp8.data.sources import DEFAULT_GLOBS
-from megafp8.data.tool_signals import Ended, ended_by_signals
-from megafp8.errors import MegaFP8Error
-from megafp8.log import configure
+from megafp8.errors import ConfigurationError
 
 
 class _Help(argparse.HelpFormatter):
@@ -37,8 +36,8 @@ class ToolParser(argparse.ArgumentParser):
 
     def __init__(self, description: str) -> None:
         super().__init__(description=description, allow_abbrev=False, formatter_class=_Help)
-        self.register("type", int, _integer)
-        self.register("type", float, _number)
+        for kind in (int, float):
+            self.register("type", kind, _typed(kind))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the command line; a mistake ends the process with one line."""
@@ -58,7 +57,7 @@ class ToolParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with code 2."""
-        self.exit(2, f"error: {' '.join(message.split())} (--help lists the flags)\n")
+        self.exit(2, f"error: {one_line(message)} (--help lists the flags)\n")
 
     def add_input_arguments(self) -> None:
         """Add the flags that say which text to read."""
@@ -95,25 +94,18 @@ class ToolParser(argparse.ArgumentParser):
         )
 
 
-def folder(text: str) -> Path:
-    """The type of a flag that names a folder; the shell's empty variable is not the current one."""
-    return Path(_path(text, "a folder"))
-
-
-def file(text: str) -> Path:
-    """The type of a flag that names a file."""
-    return Path(_path(text, "a file"))
+def to_path(text: str) -> Path:
+    """The type of a flag that names a file or a folder."""
+    return Path(path_text(text))
 
 
 def path_text(text: str) -> str:
-    """The type of a flag whose text is a path, or the beginning of one."""
-    return _path(text, "a path")
+    """The type of a flag whose text is a path, or the beginning of one.
 
-
-def _path(text: str, what: str) -> str:
-    """One place for every path of every tool; a test holds them to it."""
+    One place for every path of every tool; the shell's empty variable is not the current folder.
+    """
     if not text.strip():
-        raise argparse.ArgumentTypeError(f"it is empty, expected {what}")
+        raise argparse.ArgumentTypeError("it is empty, expected a path")
     try:
         return expand_path(text)
     except ValueError as error:
@@ -122,74 +114,16 @@ def _path(text: str, what: str) -> str:
 
 def positive(text: str) -> int:
     """The type of a flag that takes 1, 2, 3, ..."""
-    if (value := _integer(text)) < 1:
+    if (value := _typed(int)(text)) < 1:
         raise argparse.ArgumentTypeError(f"found {value}, allowed a positive integer")
     return value
 
 
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"found {text!r}, allowed an integer") from None
+def _typed(kind: type) -> Callable[[str], Any]:
+    def convert_text(text: str) -> Any:
+        try:
+            return convert(RawText(text, "it"), kind)
+        except ConfigurationError as error:  # argparse says which flag
+            raise argparse.ArgumentTypeError(str(error).removeprefix("it: ")) from None
 
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"found {text!r}, allowed a number") from None
-
-
-def printable(text: str) -> str:
-    """One line for a terminal: line ends and control characters are spelled out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def run_tool(work: Callable[[], list[str]]) -> int:
-    """Run a tool's work, print its report lines, and return the exit code.
-
-    Exit codes: 0 done, 2 a mistake that one line explains, 130 ended by Ctrl-C, 143 by SIGTERM
-    and 129 by SIGHUP.
-
-    Args:
-        work: Does everything and returns the lines to print.
-    """
-    configure(0)
-    try:
-        with ended_by_signals():
-            lines = work()
-    except Ended as ended:
-        print(f"error: ended by {ended.name}; nothing was written", file=sys.stderr)
-        return ended.exit_code
-    except KeyboardInterrupt:
-        print("error: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    except MegaFP8Error as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        return _report_system_error(error)
-    return _print_report(lines)
-
-
-def _print_report(lines: list[str]) -> int:
-    """Print what the finished work returned; whatever ends this, the work is done."""
-    try:
-        # Names of files that are no UTF-8 must not stop a report.
-        print("\n".join(lines).encode(errors="backslashreplace").decode(), flush=True)
-    except KeyboardInterrupt:
-        print("error: interrupted while printing the report; the work is done", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader (`| head`) has seen enough; Python would complain once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        return _report_system_error(error)
-    return 0
-
-
-def _report_system_error(error: OSError) -> int:
-    where = "" if error.filename is None else f"{error.filename}: "
-    print(f"error: {printable(f'{where}{error.strerror or error}')}", file=sys.stderr)
-    return MegaFP8Error.exit_code
+    return convert_text

@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from megafp8.data import tool_signals
-from megafp8.data.tool_parser import run_tool
-from megafp8.data.tool_signals import ENDING_SIGNALS, Ended, ended_by_signals
+from megafp8.command import ending
+from megafp8.command.ending import ENDING_SIGNALS, Ended, ended_by_signals, run_tool
 
 
 def ask(number: int = signal.SIGTERM) -> None:
@@ -36,7 +35,7 @@ def test_a_signal_lost_in_a_finalizer_can_be_sent_again(monkeypatch: pytest.Monk
         def __del__(self) -> None:
             ask()
 
-    monkeypatch.setattr(tool_signals, "REPEAT_SECONDS", 0.0)
+    monkeypatch.setattr(ending, "REPEAT_SECONDS", 0.0)
     monkeypatch.setattr(sys, "unraisablehook", lambda lost: None)
     with pytest.raises(Ended), ended_by_signals():
         Fragile()  # and its `Ended` with it

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.data.tool_parser import ToolParser, folder, path_text, positive
+from megafp8.command.parser import ToolParser, path_text, positive, to_path
 from megafp8.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,8 +62,8 @@ ENCODE = ["--input", "in.jsonl", "--output-prefix", "out", "--tokenizer-type"]
         ("generate", [*GENERATE, "--promt=x"], "--promt: unknown option; did you mean --prompt?"),
         ("generate", [*GENERATE, "-p", "x"], "unrecognized arguments: -p x"),
         ("generate", [*GENERATE, "--seed", "x"], "--seed: found 'x', allowed an integer"),
-        ("generate", [*GENERATE, "--temperature", "x"], "found 'x', allowed a number"),
-        ("generate", [*GENERATE, "--temperature", "nan"], "allowed 0 or a positive number"),
+        ("generate", [*GENERATE, "--temperature", "x"], "found 'x', allowed a finite number"),
+        ("generate", [*GENERATE, "--temperature", "-1"], "allowed 0 or a positive number"),
         ("generate", [*GENERATE, "--max-new-tokens", "0"], "found 0, allowed a positive integer"),
         ("inspect_checkpoint", ["--load", "x"], "--load: unknown option"),
         ("reshard_checkpoint", ["--load", "a", "--save", "b", "--fsdp-size", "2.5"], "an integer"),
@@ -190,7 +190,7 @@ def test_texts_that_look_like_options() -> None:
 
 
 def test_types() -> None:
-    assert folder("a") == Path("a") and path_text(" a") == " a" and positive("3") == 3
+    assert to_path("a") == Path("a") and path_text(" a") == " a" and positive("3") == 3
 
 
 def test_percent_signs_in_defaults_are_shown() -> None:

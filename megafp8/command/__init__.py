@@ -1,0 +1,1 @@
+"""What all commands share: options of the tools, errors in one line, signals, exit codes."""
