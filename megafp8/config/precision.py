@@ -11,13 +11,7 @@ from megafp8.config.base import (
     Section,
 )
 from megafp8.config.paths import FilePath
-from megafp8.config.recipes import (
-    DEFAULT_RECIPE,
-    RECIPES,
-    RecipeName,
-    RecipeSpec,
-    recipes_that,
-)
+from megafp8.config.recipes import DEFAULT_RECIPE, RECIPES, RecipeName, RecipeSpec, recipes_that
 
 _POWERS_OF_2 = recipes_that(lambda recipe: recipe.power_of_2_scales, " and ")
 

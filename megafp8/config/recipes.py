@@ -67,15 +67,15 @@ class TransformerEngineRecipe:
         available: the function of `transformer_engine.pytorch` that says whether a device runs it.
         replaced_by: the recipe it takes without a word on GPUs that do not multiply this one.
         attention: whether cuDNN has FP8 attention for it on Hopper.
-        user_buffer_rows: multiple that the rows of a gathered user buffer need; None if user
-            buffers do not gather its operands.
+        user_buffer_rows: multiple that the rows of a gathered user buffer need; 0 if user buffers
+            do not gather its operands.
     """
 
     recipe: str
     available: str = "is_fp8_available"
     replaced_by: RecipeName | None = None
     attention: bool = False
-    user_buffer_rows: int | None = 1
+    user_buffer_rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ _TABLE = (
             "Float8BlockScaling",
             available="is_fp8_block_scaling_available",
             replaced_by="mxfp8",
-            user_buffer_rows=None,
+            user_buffer_rows=0,
         ),
     ),
     RecipeSpec(
@@ -208,6 +208,6 @@ RECIPES: dict[str, RecipeSpec] = {spec.name: spec for spec in _TABLE}
 DEFAULT_RECIPE: RecipeName = "delayed"
 
 
-def recipes_that(hold: Callable[[RecipeSpec], object], between: str = ", ") -> str:
+def recipes_that(holds: Callable[[RecipeSpec], object], between: str = ", ") -> str:
     """Return the names of the recipes with a property, for messages."""
-    return between.join(spec.name for spec in _TABLE if hold(spec))
+    return between.join(spec.name for spec in _TABLE if holds(spec))

@@ -42,10 +42,8 @@ class Recipe:
     """How scales are found, and the formats; the defaults are delayed scaling.
 
     Attributes:
-        name: `delayed` (scales from earlier steps), or a recipe that finds them in the tensor it
-            casts: `tensorwise` (one scale), `rowwise` and `rowwise_with_gw_hp` (one a row; the
-            second with weight gradients in high precision), `blockwise` (1x128, weights 128x128),
-            `mxfp8` (1x32, E8M0). The fields from `margin` to `weight_amax` are of `delayed` alone.
+        name: of a row in `config.recipes`. The fields from `margin` to `weight_amax` are of recipes
+            with state alone.
         power_of_2_scales: scales are rounded down to powers of two.
         scale_cap: no scale above it.
         margin: the scale is divided by `2**margin`.
