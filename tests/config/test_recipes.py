@@ -48,12 +48,22 @@ def test_blocks_lie_along_what_is_summed_over(name, features, tokens, weight) ->
     assert spec.block("weight", "features") == (weight if spec.square_weights else features)
 
 
-def test_bytes_of_scales() -> None:
-    found = {name: spec.scale_bytes(4096, 512) for name, spec in RECIPES.items()}
-    rows = {"rowwise": 32, "rowwise_with_gw_hp": 32}
-    assert found == {"delayed": 0, "tensorwise": 0, **rows, "blockwise": 128, "mxfp8": 128}
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("delayed", 0), ("tensorwise", 0), ("rowwise", 32), ("blockwise", 128), ("mxfp8", 128)],
+)
+def test_bytes_of_scales(name, wanted) -> None:
+    assert RECIPES[name].scale_bytes(4096, 512) == wanted
 
 
 def test_messages_name_the_recipes_with_a_property() -> None:
-    assert recipes_that(lambda spec: spec.per_row) == "rowwise, rowwise_with_gw_hp"
-    assert recipes_that(lambda spec: spec.block_length, " and ") == "blockwise and mxfp8"
+    assert recipes_that(lambda spec: spec.per_row, " and ") == "rowwise and rowwise_with_gw_hp"
+
+
+def test_properties_of_names() -> None:
+    assert RECIPES["delayed"].stateful and not RECIPES["delayed"].unused_fields
+    assert "fp8_margin" in RECIPES["tensorwise"].unused_fields
+    for name, powers in (("tensorwise", False), ("blockwise", True), ("mxfp8", True)):
+        assert RECIPES[name].power_of_2_scales == powers
+    found = [RECIPES[name].unit for name in ("delayed", "rowwise", "mxfp8")]
+    assert found == ["tensor", "row", "block of 32"]

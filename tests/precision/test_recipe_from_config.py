@@ -77,10 +77,10 @@ def test_every_recipe_takes_both_formats(name: str, fmt: str) -> None:
     recipe = recipe_from_config(config)
     assert recipe is not None and recipe.name == name and recipe.forward_format == E4M3
     assert recipe.gradient_format == (E5M2 if fmt == "hybrid" else E4M3)
-    assert recipe.power_of_2_scales == (name in ("blockwise", "mxfp8"))
+    assert recipe.power_of_2_scales == RECIPES[name].power_of_2_scales
     assert recipe.fp8_wgrad == (name != "rowwise_with_gw_hp")
     fields = recipe_fields(config)
-    assert fields["name"] == name and ("amax_history_len" in fields) == (name == "delayed")
+    assert fields["name"] == name and ("amax_history_len" in fields) == RECIPES[name].stateful
 
 
 def test_options_of_recipes_are_carried() -> None:
