@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.config.recipes import RECIPES
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "megafp8"
 
@@ -35,6 +37,13 @@ MAY_READ_ENVIRONMENT = (
     "numerics/products.py",  # what oneDNN, too, takes from there: which units it may use
 )
 ADAPTERS = {"transformer_engine": "layers/transformer_engine/", "apex": "layers/apex/"}
+# Where a recipe may be named; everybody else asks its row for a property.
+MAY_NAME_RECIPES = (
+    "config/recipes.py",
+    "numerics/kernels/",
+    "checkpoint/convert/fp8_export.py",  # a mode of that name
+    "launch/gpu_",
+)
 HEAVY = ("torch", "numpy")
 WITHOUT_HEAVY = ("config", "errors", "log")
 
@@ -154,6 +163,16 @@ def adapter_violations(path: str, source: str) -> list[str]:
     return found
 
 
+def recipe_name_violations(path: str, source: str) -> list[str]:
+    if path.startswith(MAY_NAME_RECIPES):
+        return []
+    return [
+        f"{path}:{node.lineno}: names recipe {node.value!r}; ask its row in config/recipes.py"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and node.value in RECIPES
+    ]
+
+
 def heavy_import_violations(path: str, source: str) -> list[str]:
     if owner(path) not in WITHOUT_HEAVY:
         return []
@@ -228,6 +247,7 @@ PACKAGE_RULES: list[tuple[Rule, str, str, str]] = [
     (global_violations, "a.py", "x = 0\ndef f():\n    global x\n    x = 1\n", "global x"),
     (environment_violations, "train/a.py", "import os\nx = os.environ['A']\n", "os.environ"),
     (adapter_violations, "layers/native/a.py", "import apex.optimizers\n", "apex.optimizers"),
+    (recipe_name_violations, "config/a.py", "x = y.startswith('rowwise')\n", "recipe 'rowwise'"),
     (heavy_import_violations, "config/a.py", "def f():\n    import numpy as np\n", "numpy"),
     (annotation_violations, "a.py", "def f(a: int, b): ...\n", "types of b, return"),
     (docstring_violations, "a.py", "class A:\n    def f(self): ...\n", "f has no docstring"),
@@ -303,6 +323,8 @@ def test_floor_rule_allows_lower_floors_and_the_own_package(path, source):
         (environment_violations, "train/a.py", "env.environ"),
         (adapter_violations, "layers/transformer_engine/a.py", "import transformer_engine.pytorch"),
         (adapter_violations, "layers/a.py", "from megafp8.layers import transformer_engine"),
+        (recipe_name_violations, "config/recipes.py", "x = 'delayed'"),
+        (recipe_name_violations, "config/a.py", "def f():\n    'Whether it is delayed.'"),
         (heavy_import_violations, "numerics/a.py", "import torch"),
         (annotation_violations, "a.py", "class A:\n    def f(self, a: int) -> None: ..."),
         (annotation_violations, "a.py", "def _f(a): ..."),

@@ -5,31 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megafp8.config.recipes import recipes_that
+
 if TYPE_CHECKING:
     from megafp8.config.run import RunConfig
 
 
-# TransformerEngine's names are DelayedScaling, Float8CurrentScaling, Float8BlockScaling and
-# MXFP8BlockScaling.
-TE_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
-
-
 def transformer_engine_refusal(config: RunConfig) -> str | None:
     """Return why a configuration cannot run on TransformerEngine, or None."""
-    precision, parallel = config.precision, config.parallel
+    precision, parallel, recipe = config.precision, config.parallel, config.precision.recipe
     if not precision.fp8:
         return None
-    if precision.recipe_name not in TE_RECIPES:
+    if recipe.transformer_engine is None:
+        known = recipes_that(lambda spec: spec.transformer_engine)
         return (
-            f"--fp8-recipe {precision.fp8_recipe}: TransformerEngine has no scales by row; allowed "
-            f"with it: {', '.join(TE_RECIPES)}"
+            f"--fp8-recipe {recipe.name}: TransformerEngine has no scales by {recipe.unit}; "
+            f"allowed with it: {known}"
         )
     if precision.fp8_fake_quant:
         return "--fp8-fake-quant: TransformerEngine multiplies in FP8; use native"
-    if precision.fp8_param_gather and precision.recipe_name != "delayed":
+    if precision.fp8_param_gather and not recipe.stateful:
+        known = recipes_that(lambda spec: spec.transformer_engine and spec.stateful)
         return (
-            f"--fp8-param-gather with --fp8-recipe {precision.recipe_name}: TransformerEngine "
-            "finds the scales of this recipe in each weight itself; allowed with it: delayed"
+            f"--fp8-param-gather with --fp8-recipe {recipe.name}: TransformerEngine "
+            f"finds the scales of this recipe in each weight itself; allowed with it: {known}"
         )
     if precision.fp8_tp_comm == "all" and parallel.sequence_parallel:
         return (
@@ -69,7 +68,7 @@ def attention_refusals(config: RunConfig) -> Iterator[str]:
 
 
 def _fp8_attention_refusals(config: RunConfig) -> Iterator[str]:
-    model, precision = config.model, config.precision
+    model, precision, recipe = config.model, config.precision, config.precision.recipe
     asked = f"--fp8-attention {precision.fp8_attention}"
     if precision.fp8_attention == "mha":
         yield (
@@ -85,9 +84,9 @@ def _fp8_attention_refusals(config: RunConfig) -> Iterator[str]:
         )
     if not precision.fp8:
         yield f"{asked} needs --fp8-format hybrid or e4m3: it shares the linears' recipe"
-    elif precision.recipe_name != "delayed":
+    elif recipe.transformer_engine is None or not recipe.transformer_engine.attention:
         yield (
-            f"{asked} needs --fp8-recipe delayed, found {precision.recipe_name}: on Hopper cuDNN "
+            f"{asked} needs --fp8-recipe delayed, found {recipe.name}: on Hopper cuDNN "
             "has FP8 attention for delayed scaling alone"
         )
     if model.attention_backend not in ("auto", "fused"):

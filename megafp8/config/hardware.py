@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from megafp8.config.recipes import DEFAULT_RECIPE, FP8_UNITS, RECIPES
 from megafp8.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -76,13 +77,12 @@ class PrecisionChoice:
 def choose_recipe(hardware: Hardware) -> tuple[str, str]:
     """Return the FP8 recipe for a device and why."""
     if hardware.kind == "cpu":
-        return "delayed", "FP8 is emulated on a CPU"
+        return DEFAULT_RECIPE, "FP8 is emulated on a CPU"
     if hardware.kind == "cuda" and hardware.capability is not None:
-        if hardware.capability[0] == 10:
-            return "mxfp8", "Blackwell multiplies MXFP8"
-        if hardware.capability >= (8, 9):
-            return "delayed", "it multiplies FP8 with one scale a tensor"
-    return "delayed", "it has no FP8 matrix units"
+        for spec in reversed(RECIPES.values()):
+            if spec.auto is not None and spec.units.has(hardware.capability):
+                return spec.name, spec.auto
+    return DEFAULT_RECIPE, "it has no FP8 matrix units"
 
 
 def choose_precision(hardware: Hardware) -> tuple[dict[str, Any], str]:
@@ -96,12 +96,11 @@ def choose_precision(hardware: Hardware) -> tuple[dict[str, Any], str]:
         return {}, "it has neither BF16 nor FP16 matrix units, FP32 is left"
     if capability < (8, 0):
         return {"fp16": True}, "it has FP16 matrix units and no BF16 ones; with a loss scale"
-    if capability < (8, 9):
+    if not FP8_UNITS.has(capability):
         return {"bf16": True}, "it has BF16 matrix units and no FP8 ones"
     recipe, reason = choose_recipe(hardware)
-    # Block recipes are E4M3 in both directions; hybrid gives gradients the range of E5M2.
-    fp8_format = "e4m3" if recipe == "mxfp8" else "hybrid"
-    return {"bf16": True, "fp8_format": fp8_format, "fp8_recipe": recipe}, reason
+    # Hybrid gives gradients the range of E5M2; matrix units for blocks take E4M3 alone.
+    return {"bf16": True, "fp8_format": RECIPES[recipe].formats[0], "fp8_recipe": recipe}, reason
 
 
 def asks_for_auto(config: RunConfig) -> tuple[str, ...]:
@@ -129,8 +128,9 @@ def for_hardware(config: RunConfig, hardware: Hardware) -> tuple[RunConfig, Prec
         taken, reason = choose_precision(hardware)
     else:
         recipe, reason = choose_recipe(hardware)
-        if recipe == "mxfp8" and config.precision.fp8_format == "hybrid":
-            recipe, reason = "delayed", "mxfp8 is E4M3 in both directions, and hybrid is asked for"
+        if config.precision.fp8_format not in RECIPES[recipe].formats:
+            reason = f"{recipe} is E4M3 in both directions, and hybrid is asked for"
+            recipe = DEFAULT_RECIPE
         taken = {"fp8_recipe": recipe}
     # On a device without FP8 its flags have nothing to do: off by decision, not by oversight.
     fp8_off = {} if config.precision.fp8 else {"fp8_format": "none"}

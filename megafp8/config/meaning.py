@@ -139,7 +139,7 @@ CONDITIONS: dict[tuple[str, ...], Callable[[RunConfig], bool]] = {
 MEANT: dict[str, Callable[[RunConfig], Any]] = {
     "split": lambda config: config.data.split_weights,
     "fp8_format": lambda config: config.precision.fp8_format if _fp8(config) else None,
-    "fp8_recipe": lambda config: config.precision.recipe_name,
+    "fp8_recipe": lambda config: config.precision.recipe.name,
     "fp8_power_of_2_scales": lambda config: config.precision.power_of_2_scales,
     "transformer_impl": lambda config: (
         "native" if config.model.transformer_impl == "local" else config.model.transformer_impl

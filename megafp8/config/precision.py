@@ -12,8 +12,9 @@ from megafp8.config.base import (
     Section,
 )
 from megafp8.config.paths import FilePath
+from megafp8.config.recipes import DEFAULT_RECIPE, RECIPES, RecipeName, RecipeSpec, recipes_that
 
-RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+_POWERS_OF_2 = recipes_that(lambda recipe: recipe.power_of_2_scales, " and ")
 
 
 class PrecisionConfig(Section):
@@ -33,10 +34,8 @@ class PrecisionConfig(Section):
         description="FP8 in the blocks' linears (needs --bf16): hybrid is E4M3 forward and E5M2 "
         "gradients, e4m3 is E4M3 in both; none turns a preset's FP8 off",
     )
-    fp8_recipe: Literal[
-        "auto", "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"
-    ] = Field(
-        default="delayed",
+    fp8_recipe: Literal["auto", RecipeName] = Field(
+        default=DEFAULT_RECIPE,
         description="how scales are found: delayed from earlier steps, the others from the tensor "
         "itself, by tensor, row or block; auto takes mxfp8 on Blackwell (unless --fp8-format "
         "hybrid), else delayed",
@@ -59,7 +58,7 @@ class PrecisionConfig(Section):
     )
     fp8_power_of_2_scales: bool | None = Field(
         default=None,
-        description="scales are rounded down to powers of two (default: blockwise and mxfp8 alone)",
+        description=f"scales are rounded down to powers of two (default: {_POWERS_OF_2} alone)",
     )
     fp8_fake_quant: bool = Field(
         default=False,
@@ -150,13 +149,13 @@ class PrecisionConfig(Section):
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
     @property
-    def recipe_name(self) -> str:
+    def recipe(self) -> RecipeSpec:
         """The recipe that runs; `auto` is delayed where no device has decided otherwise."""
-        return "delayed" if self.fp8_recipe == "auto" else self.fp8_recipe
+        return RECIPES[DEFAULT_RECIPE if self.fp8_recipe == "auto" else self.fp8_recipe]
 
     @property
     def power_of_2_scales(self) -> bool:
         """Whether scales are powers of two: as asked, else as the recipe has it."""
         if self.fp8_power_of_2_scales is not None:
             return self.fp8_power_of_2_scales
-        return self.recipe_name in ("blockwise", "mxfp8")
+        return self.recipe.power_of_2_scales

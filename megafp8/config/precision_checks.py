@@ -12,22 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from megafp8.config.backend import attention_refusals, transformer_engine_refusal
 from megafp8.config.messages import flag_name
+from megafp8.config.recipes import STATE_FIELDS, recipes_that
 
 if TYPE_CHECKING:
     from megafp8.config.precision import PrecisionConfig
     from megafp8.config.run import RunConfig
 
-# Fields about the state of delayed scaling.
-DELAYED_ONLY = tuple(
-    (
-        "fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_scale_cap "
-        "fp8_reduce_amax fp8_amax_window fp8_nonfinite_amax fp8_weight_amax"
-    ).split()
-)
 # The policy file is not among them: a run without FP8 reads it too, so that all tracks of a
 # comparison refuse the same mistakes. `fp8_emulate` is a permission, which asks for nothing.
 FP8_ONLY = (
-    *DELAYED_ONLY,
+    *STATE_FIELDS,
     *(
         "fp8_recipe fp8_power_of_2_scales fp8_fake_quant fp8_param_gather first_last_layers_bf16 "
         "fp8_wgrad fp8_tp_comm fp8_attention fp8_grad_reduce fp8_grad_error_feedback fp8_kernels"
@@ -96,31 +90,30 @@ def _auto_contradictions(config: RunConfig) -> Iterator[str]:
 def _recipe(config: RunConfig) -> Iterator[str]:
     """Flags that the chosen recipe has no use for: refused, never ignored."""
     precision = config.precision
-    name = precision.recipe_name
-    if name == "mxfp8" and precision.fp8_power_of_2_scales is False:
+    recipe = precision.recipe
+    if recipe.e8m0 and precision.fp8_power_of_2_scales is False:
         yield (
-            "--no-fp8-power-of-2-scales contradicts --fp8-recipe mxfp8, whose scales are stored as "
-            "exponents (E8M0)"
+            f"--no-fp8-power-of-2-scales contradicts --fp8-recipe {recipe.name}, whose scales are "
+            "stored as exponents (E8M0)"
         )
-    if name == "rowwise_with_gw_hp" and not precision.fp8_wgrad:
+    if recipe.wgrad_in_fp8 is not None and not precision.fp8_wgrad:
         yield (
-            "--no-fp8-wgrad is what --fp8-recipe rowwise_with_gw_hp means; drop it, or give "
-            "--fp8-recipe rowwise"
+            f"--no-fp8-wgrad is what --fp8-recipe {recipe.name} means; drop it, or give "
+            f"--fp8-recipe {recipe.wgrad_in_fp8}"
         )
     pp = config.parallel.pipeline_model_parallel_size
-    if precision.fp8_amax_window == "micro-batch" and name == "delayed" and pp > 1:
+    if precision.fp8_amax_window == "micro-batch" and recipe.stateful and pp > 1:
         yield (
             "--fp8-amax-window micro-batch needs --pipeline-model-parallel-size 1, found "
             f"{pp}: a schedule runs forwards of later micro-batches before the backward of an "
             "earlier one, so scales can only move between steps; allowed: step"
         )
-    if name == "delayed":
-        return
-    for field in DELAYED_ONLY:
+    for field in recipe.unused_fields:
         value, default = getattr(precision, field), type(precision).model_fields[field].default
         if value != default:
             yield (
-                f"{_spelled(field, value)} is for --fp8-recipe delayed; {name} finds "
+                f"{_spelled(field, value)} is for --fp8-recipe "
+                f"{recipes_that(lambda spec: spec.stateful)}; {recipe.name} finds "
                 "its scales in each tensor and keeps none"
             )
 
@@ -142,11 +135,11 @@ def _fp8_wires(config: RunConfig) -> Iterator[str]:
             "--fp8-param-gather contradicts --fp8-amax-window micro-batch, which moves scales "
             "while gathered codes wait to be decoded with them; allowed: step"
         )
-    if precision.recipe_name not in ("delayed", "tensorwise"):
+    if not precision.recipe.per_tensor:
         yield (
-            f"--fp8-param-gather does not work with --fp8-recipe {precision.recipe_name}: the "
+            f"--fp8-param-gather does not work with --fp8-recipe {precision.recipe.name}: the "
             "shards of a weight are cast apart, and its rows, columns or blocks span them; "
-            "allowed: delayed, tensorwise"
+            f"allowed: {recipes_that(lambda spec: spec.per_tensor)}"
         )
 
 

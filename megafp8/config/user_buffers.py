@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megafp8.config.names import suggestion
+from megafp8.config.recipes import recipes_that
 from megafp8.config.text import RawText, convert, parse_bool
 from megafp8.config.yaml_reader import Tree, read_yaml
 from megafp8.errors import ConfigurationError
@@ -182,16 +183,20 @@ def user_buffer_problems(config: RunConfig) -> Iterator[str]:
         yield f"{flag} needs GPUs and --distributed-backend nccl, found gloo"
     if not precision.bf16:
         yield f"{flag} needs --bf16: its buffers are BF16 and FP8"
-    if precision.fp8 and precision.recipe_name == "blockwise":
-        yield (
-            f"{flag} with --fp8-recipe blockwise: TransformerEngine's user buffers gather no blocks"
-            "; allowed: delayed, tensorwise, mxfp8"
-        )
+    theirs = precision.recipe.transformer_engine if precision.fp8 else None
     rows = model.seq_length * config.training.micro_batch_size // tp
-    if precision.fp8 and precision.recipe_name == "mxfp8" and rows % 128:
+    if theirs is not None and not theirs.user_buffer_rows:
+        gathered = recipes_that(
+            lambda spec: spec.transformer_engine and spec.transformer_engine.user_buffer_rows
+        )
         yield (
-            f"{flag} with --fp8-recipe mxfp8 needs seq_length * micro_batch_size / tensor parallel "
-            f"size to be a multiple of 128, found {rows}"
+            f"{flag} with --fp8-recipe {precision.recipe.name}: TransformerEngine's user buffers "
+            f"gather no blocks; allowed: {gathered}"
+        )
+    elif theirs is not None and rows % theirs.user_buffer_rows:
+        yield (
+            f"{flag} with --fp8-recipe {precision.recipe.name} needs seq_length * micro_batch_size "
+            f"/ tensor parallel size to be a multiple of {theirs.user_buffer_rows}, found {rows}"
         )
     if parallel.tp_comm_overlap_cfg is not None:
         read_user_buffers(parallel.tp_comm_overlap_cfg)

@@ -94,21 +94,15 @@ class _Operand:
 
 def _fp8_operand(config: RunConfig, values: int, features: int) -> _Operand:
     """Bytes of an FP8 linear's `values` values in rows of `features`."""
-    name, high = config.precision.recipe_name, values * _compute_bytes(config)
+    recipe, high = config.precision.recipe, values * _compute_bytes(config)
     fp8_wgrad = high_precision_wgrad(config) is None
     if config.precision.fp8_tp_comm == "none":  # x is saved whole once it is cast
         return _Operand(high, 0 if fp8_wgrad else high, high)
-    scales = {
-        "rowwise": 4 * values // features,
-        "rowwise_with_gw_hp": 4 * values // features,
-        "blockwise": 4 * values // 128,
-        "mxfp8": values // 32,
-    }
-    product = values + scales.get(name, 0)
+    product = values + recipe.scale_bytes(values, features)
     if not fp8_wgrad:
         return _Operand(product, high, high)
     # With scales along what a product sums over, dy has a cast for each of its two products.
-    return _Operand(product, product, 2 * product if name in scales else product)
+    return _Operand(product, product, product if recipe.per_tensor else 2 * product)
 
 
 def _tensor_parallel(

@@ -55,7 +55,7 @@ def choose_backend(config: RunConfig) -> BackendChoice:
     if asked not in ("auto", "transformer_engine"):
         return BackendChoice(asked, "native", f"--transformer-impl {asked}")
     refusal = transformer_engine_refusal(config)
-    recipe = config.precision.recipe_name if config.precision.fp8 else None
+    recipe = config.precision.recipe.name if config.precision.fp8 else None
     usable, reason = (False, refusal) if refusal else transformer_engine.available(recipe)
     if usable:
         transformer_engine.select_core(config.model.attention_backend)

@@ -20,14 +20,11 @@ import math
 import torch
 from torch import Tensor
 
+from megafp8.config.recipes import GEMM_MULTIPLE
 from megafp8.errors import PrecisionError
 from megafp8.numerics.hardware import native, native_mm
 from megafp8.numerics.products import product_dtype
 from megafp8.numerics.quantize import QuantizedTensor, decode, scale_blocks_
-
-# cuBLASLt's FP8 kernels take dimensions in multiples of 16. The rule holds on every device, so
-# that a configuration that runs on a CPU also runs on a GPU.
-DIMENSION_MULTIPLE = 16
 
 
 def check_gemm_dims(
@@ -44,13 +41,13 @@ def check_gemm_dims(
     Raises:
         PrecisionError: naming the layer, the dimension, what was found and the multiple required.
     """
-    if not (tokens | in_features | out_features) % DIMENSION_MULTIPLE:  # a power of two
+    if not (tokens | in_features | out_features) % GEMM_MULTIPLE:  # a power of two
         return
     dimensions = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     for dimension, found in dimensions.items():
-        if found % DIMENSION_MULTIPLE:
+        if found % GEMM_MULTIPLE:
             raise PrecisionError(
-                f"{name}: {dimension} {found} is not a multiple of {DIMENSION_MULTIPLE}"
+                f"{name}: {dimension} {found} is not a multiple of {GEMM_MULTIPLE}"
             )
 
 

@@ -16,38 +16,15 @@ the other. Square blocks and single scales are the same seen from both sides.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megafp8.config.recipes import Block
 from megafp8.numerics.formats import Fp8Format
 from megafp8.numerics.quantize import CHUNK, QuantizedTensor, quantize, scale_blocks_, whole_block
-from megafp8.numerics.recipe import Recipe, RecipeName
+from megafp8.numerics.recipe import Recipe
 from megafp8.numerics.scales import current_scale, e8m0_codes, e8m0_scales
-
-Axis = Literal["features", "tokens"]  # of a matrix [tokens or out features, features]
-Block = tuple[int, int]
-
-# Elements along what a GEMM sums over that share a scale; 0: all of them.
-BLOCK_LENGTHS: dict[RecipeName, int] = {
-    "rowwise": 0,
-    "rowwise_with_gw_hp": 0,
-    "blockwise": 128,
-    "mxfp8": 32,
-}
-
-
-def block_along(name: RecipeName, axis: Axis) -> Block:
-    """Return the block of an activation or gradient [m, k] whose GEMM sums over `axis`."""
-    length = BLOCK_LENGTHS[name]
-    return (1, length) if axis == "features" else (length, 1)
-
-
-def weight_block(name: RecipeName, axis: Axis) -> Block:
-    """Return the block of a weight [n, k]; fprop sums over its features, dgrad over its rows."""
-    return (128, 128) if name == "blockwise" else block_along(name, axis)
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
@@ -91,7 +68,7 @@ def quantize_blocks(
         # A view is not enough: the passes below want unit strides. bf16 is exact in fp32.
         x = x.detach().to(torch.float32, memory_format=torch.contiguous_format)
     amax = block_amax(x, block)
-    if recipe.name == "mxfp8":
+    if recipe.spec.e8m0:
         # The byte is what the GEMM reads; the factor is its exact inverse, so both agree to the
         # bit.
         codes = e8m0_codes(amax, fmt)

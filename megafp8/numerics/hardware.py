@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megafp8.config.recipes import FP8_UNITS, RECIPES, Block, MatrixUnits
 from megafp8.numerics.formats import E4M3
 from megafp8.numerics.quantize import QuantizedTensor
 from megafp8.numerics.recipe import Recipe
@@ -32,22 +33,17 @@ def fp8_hardware(device: torch.device | str) -> tuple[bool, str]:
         return False, "ROCm is not supported: its FP8 formats and layouts differ"
     if not torch.cuda.is_available():
         return False, "no CUDA device is available"
-    capability, found = _capability(device)
-    if capability < (8, 9):
-        return False, f"{found}; FP8 matrix units need 8.9"
-    return True, found
+    return _has(FP8_UNITS, device)
 
 
 def recipe_hardware(recipe: Recipe, device: torch.device | str) -> tuple[bool, str]:
     """Say whether `device` runs the GEMMs of a recipe natively, with the reason."""
     fp8, reason = fp8_hardware(device)
-    if fp8 and recipe.name.startswith("rowwise"):
-        return _row_units(torch.device(device))
-    if not fp8 or recipe.name not in ("blockwise", "mxfp8"):
-        return fp8, reason
-    if recipe.gradient_format != E4M3:
+    if not fp8:
+        return False, reason
+    if recipe.gradient_format != E4M3 and "hybrid" not in recipe.spec.formats:
         return False, f"block-scaled GEMMs for {recipe.name} take E4M3 on both sides, not E5M2"
-    return _block_units(recipe.name == "mxfp8", torch.device(device))
+    return _has(recipe.spec.units, torch.device(device))
 
 
 def writes_fp32(recipe: Recipe, device: torch.device | str) -> bool:
@@ -59,19 +55,11 @@ def writes_fp32(recipe: Recipe, device: torch.device | str) -> bool:
     device = torch.device(device)
     if not recipe_hardware(recipe, device)[0]:
         return False
-    by_rows = recipe.name.startswith("rowwise")
-    return not by_rows or (_capability(device)[0][0] == 9 and _built_for(_CUBLAS_SCALES))
+    hopper = _capability(device)[0][0] == 9
+    return not recipe.spec.per_row or (hopper and _built_for(_CUBLAS_SCALES))
 
 
-@cache
-def _row_units(device: torch.device) -> tuple[bool, str]:
-    capability, found = _capability(device)
-    if capability[0] > 10:
-        return False, f"{found}; GEMMs with a scale a row are there for 8.9, 9.x and 10.x"
-    return True, found
-
-
-# The CUDA release whose cuBLAS scales rows and blocks of 128.
+# The CUDA release whose cuBLAS scales rows.
 _CUBLAS_SCALES = (12, 9)
 
 
@@ -81,17 +69,13 @@ def _built_for(release: tuple[int, int]) -> bool:
 
 
 @cache
-def _block_units(mx: bool, device: torch.device) -> tuple[bool, str]:
+def _has(units: MatrixUnits, device: torch.device) -> tuple[bool, str]:
     capability, found = _capability(device)
-    if mx:
-        if capability[0] != 10:
-            return False, f"{found}; MXFP8 matrix units need 10.x (Blackwell)"
-        return True, found
-    if capability != (9, 0):
-        return False, f"{found}; GEMMs with 128x128 blocks need 9.0 (Hopper)"
-    if not _built_for(_CUBLAS_SCALES):
-        cuda = torch.version.cuda
-        return False, f"torch was built for CUDA {cuda}; GEMMs with 128x128 blocks need 12.9"
+    if not units.has(capability):
+        return False, f"{found}; {units.what} {units.where}"
+    if units.cuda is not None and not _built_for(units.cuda):
+        needed = ".".join(map(str, units.cuda))
+        return False, f"torch was built for CUDA {torch.version.cuda}; {units.what} need {needed}"
     return True, found
 
 
@@ -106,10 +90,20 @@ def native(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     device = a.data.device
     if device.type != "cuda" or not fp8_hardware(device)[0]:
         return False
-    if not _in_blocks(a) and not _in_blocks(b):
-        # One scale in all: any GPU with FP8 units. One a row: only where cuBLAS has the epilogue.
-        return a.block is None or _row_units(device)[0]
-    return a.format == b.format == E4M3 and _block_units(_is_mx(a), device)[0]
+    if (_in_blocks(a) or _in_blocks(b)) and not a.format == b.format == E4M3:
+        return False
+    units = _units_for(a.block, _is_mx(a))
+    return units is not None and _has(units, device)[0]
+
+
+@cache
+def _units_for(block: Block | None, e8m0: bool) -> MatrixUnits | None:
+    """What multiplies operands in such blocks: recipes that cast alike are alike to a GEMM."""
+    length = None if block is None else 0 if 0 in block else max(block)
+    for spec in RECIPES.values():
+        if spec.block_length == length and spec.e8m0 == e8m0:
+            return spec.units
+    return None
 
 
 def native_mm(

@@ -4,8 +4,8 @@ A row (what one rank sends to another) is one run of bytes, so that one collecti
 
     [ scale_inv, fp32, one per block | codes, one byte per value | filler up to 4 bytes ]
 
-A block is BLOCK neighbouring values; the last one of a row may be shorter. Its scale comes from its
-own amax, hence nothing saturates:
+A block is WIRE_BLOCK neighbouring values; the last one of a row may be shorter. Its scale comes
+from its own amax, hence nothing saturates:
 
     amax finite    as in current scaling (`current_scale`)
     amax inf, NaN  scale 0, scale_inv 1: what is not finite becomes NaN, the rest of the block 0.
@@ -17,12 +17,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megafp8.config.wire import SCALE_BYTES, WIRE_BLOCK, blocks, payload_bytes
+from megafp8.config.wire import SCALE_BYTES, WIRE_BLOCK, payload_bytes, wire_blocks
 from megafp8.numerics.formats import Fp8Format
 from megafp8.numerics.quantize import decode
 from megafp8.numerics.scales import current_scale
 
-BLOCK = WIRE_BLOCK  # 4 bytes per 256 codes: 0.508 of BF16, 0.254 of FP32
 _CHUNK = 1 << 18  # elements that stay in a CPU's cache; see `quantize`
 
 
@@ -41,14 +40,14 @@ def encode_rows(x: Tensor, fmt: Fp8Format) -> Tensor:
     if length == 0:
         return payload
     scale_inv, codes = _parts(payload, length, fmt)
-    whole = length // BLOCK * BLOCK
     # First all whole blocks at once, then the shorter one at the end, if there is one.
-    for first, last, size in ((0, whole, BLOCK), (whole, length, length - whole)):
+    whole = length // WIRE_BLOCK * WIRE_BLOCK
+    for first, last, size in ((0, whole, WIRE_BLOCK), (whole, length, length - whole)):
         if first == last:
             continue
         source = x[:, first:last].unflatten(1, (-1, size))  # [rows, blocks, size]
         target = codes[:, first:last].unflatten(1, (-1, size))
-        factors = scale_inv[:, first // BLOCK : blocks(last)]  # [rows, blocks]
+        factors = scale_inv[:, first // WIRE_BLOCK : wire_blocks(last)]  # [rows, blocks]
         if x.device.type != "cpu":
             _cast(source, fmt, target, factors)
             continue
@@ -62,7 +61,7 @@ def encode_rows(x: Tensor, fmt: Fp8Format) -> Tensor:
 
 def _parts(payload: Tensor, length: int, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
     """Views (scale_inv fp32 [rows, blocks], codes [rows, n]) of rows of bytes."""
-    head = SCALE_BYTES * blocks(length)
+    head = SCALE_BYTES * wire_blocks(length)
     codes = payload[:, head : head + length].view(fmt.dtype)
     return payload[:, :head].view(torch.float32), codes
 
@@ -83,9 +82,9 @@ def decode_row(payload: Tensor, length: int, fmt: Fp8Format) -> Tensor:
         return torch.zeros(0, dtype=torch.float32, device=payload.device)
     scale_inv, codes = _parts(payload[None], length, fmt)
     values = decode(codes[0], torch.float32)
-    whole = length // BLOCK * BLOCK
-    # [blocks, BLOCK] * [blocks, 1]
-    values[:whole].view(-1, BLOCK).mul_(scale_inv[0, : whole // BLOCK].unsqueeze(-1))
+    whole = length // WIRE_BLOCK * WIRE_BLOCK
+    # [blocks, WIRE_BLOCK] * [blocks, 1]
+    values[:whole].view(-1, WIRE_BLOCK).mul_(scale_inv[0, : whole // WIRE_BLOCK].unsqueeze(-1))
     if whole < length:
         values[whole:].mul_(scale_inv[0, -1])
     return values

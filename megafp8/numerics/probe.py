@@ -9,14 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megafp8.config.recipes import Axis
 from megafp8.numerics.gemm import dgrad, fprop, wgrad
-from megafp8.numerics.granular import (
-    Axis,
-    block_along,
-    quantize_blocks,
-    quantize_tensor,
-    weight_block,
-)
+from megafp8.numerics.granular import quantize_blocks, quantize_tensor
 from megafp8.numerics.quantize import QuantizedTensor, compute_amax
 from megafp8.numerics.recipe import Recipe, Role
 
@@ -64,7 +59,6 @@ def missing_product(
 
 def _cast(recipe: Recipe, role: Role, axis: Axis, x: Tensor) -> QuantizedTensor:
     fmt = recipe.format(role)
-    if recipe.name in ("delayed", "tensorwise"):
+    if recipe.spec.per_tensor:
         return quantize_tensor(x, fmt, compute_amax(x), recipe.power_of_2_scales)
-    block = weight_block if role == "weight" else block_along
-    return quantize_blocks(x, block(recipe.name, axis), fmt, recipe)[0]
+    return quantize_blocks(x, recipe.spec.block(role, axis), fmt, recipe)[0]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config.amax_algorithm import parse_amax_algorithm
+from megafp8.config.recipes import DEFAULT_RECIPE, RECIPES, RecipeName, RecipeSpec
 from megafp8.errors import PrecisionError
 from megafp8.numerics.formats import E4M3, E5M2, Fp8Format
 
@@ -32,16 +33,6 @@ CORE_ROLES: tuple[Role, ...] = (
 )
 ALL_ROLES: tuple[Role, ...] = tuple(dict.fromkeys(ROLES + CORE_ROLES))
 
-RecipeName = Literal["delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
-RECIPE_NAMES: tuple[RecipeName, ...] = (
-    "delayed",
-    "tensorwise",
-    "rowwise",
-    "rowwise_with_gw_hp",
-    "blockwise",
-    "mxfp8",
-)
-
 # [H, N] window, newest last -> [N]; a column without any entry gives 0 or NaN ("keep the scale").
 AmaxAlgorithm = Callable[[Tensor], Tensor]
 
@@ -51,10 +42,8 @@ class Recipe:
     """How scales are found, and the formats; the defaults are delayed scaling.
 
     Attributes:
-        name: `delayed` (scales from earlier steps), or a recipe that finds them in the tensor it
-            casts: `tensorwise` (one scale), `rowwise` and `rowwise_with_gw_hp` (one a row; the
-            second with weight gradients in high precision), `blockwise` (1x128, weights 128x128),
-            `mxfp8` (1x32, E8M0). The fields from `margin` to `weight_amax` are of `delayed` alone.
+        name: of a row in `config.recipes`. The fields from `margin` to `weight_amax` are of recipes
+            with state alone.
         power_of_2_scales: scales are rounded down to powers of two.
         scale_cap: no scale above it.
         margin: the scale is divided by `2**margin`.
@@ -73,7 +62,7 @@ class Recipe:
         fake_quant: GEMMs take the FP8 operands decoded to BF16, on every device.
     """
 
-    name: RecipeName = "delayed"
+    name: RecipeName = DEFAULT_RECIPE
     power_of_2_scales: bool = False
     scale_cap: float | None = None
 
@@ -112,14 +101,19 @@ class Recipe:
                 f"scale_cap {self.scale_cap!r} is not a number in 2**-126..2**127, whose inverse "
                 "is finite in fp32"
             )
-        if self.name == "mxfp8" and not self.power_of_2_scales:
-            raise PrecisionError("recipe mxfp8 has power-of-two scales (E8M0); found False")
+        if self.spec.e8m0 and not self.power_of_2_scales:
+            raise PrecisionError(f"recipe {self.name} has power-of-two scales (E8M0); found False")
         amax_algorithm(self.amax_compute_algo)
+
+    @property
+    def spec(self) -> RecipeSpec:
+        """What holds for every recipe of this name."""
+        return RECIPES[self.name]
 
     @property
     def stateful(self) -> bool:
         """Whether scales come from earlier steps; else from the tensor that is cast."""
-        return self.name == "delayed"
+        return self.spec.stateful
 
     @property
     def drops_nan(self) -> bool:
@@ -134,7 +128,7 @@ class Recipe:
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "name": RECIPE_NAMES,
+    "name": tuple(RECIPES),
     "nonfinite_amax": ("skip", "freeze"),
     "weight_amax": ("updated", "cast"),
 }

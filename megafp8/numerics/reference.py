@@ -84,11 +84,11 @@ def e8m0(amax: float, fmt: Fp8Format) -> int:
 
 
 def quantize_blocks(
-    x: NDArray[np.float32], block: tuple[int, int], fmt: Fp8Format, recipe: str, power_of_2: bool
+    x: NDArray[np.float32], block: tuple[int, int], fmt: Fp8Format, mx: bool, power_of_2: bool
 ) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
     """Return codes and elementwise scale_inv of x [m, k], block by block; 0 is a whole dimension.
 
-    Blocks at the edges are what is left.
+    Blocks at the edges are what is left. Scales are E8M0 with `mx`, else fp32.
     """
     codes = np.zeros(x.shape, np.uint8)
     scale_inv = np.zeros(x.shape, np.float64)
@@ -97,7 +97,7 @@ def quantize_blocks(
         for j in range(0, x.shape[1], c):
             here = np.s_[i : i + r, j : j + c]
             amax = float(np.abs(x[here]).max())
-            if recipe == "mxfp8":
+            if mx:
                 byte = e8m0(amax, fmt)
                 inverse = math.nan if byte == 255 else math.ldexp(1.0, byte - 127)
                 scale = 1 / inverse

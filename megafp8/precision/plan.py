@@ -13,19 +13,14 @@ from typing import Any, Literal
 
 from megafp8.config.layout import Layout
 from megafp8.config.policy import high_precision_reasons
+from megafp8.config.recipes import RecipeSpec
 from megafp8.config.run import RunConfig
 from megafp8.config.shape import LinearSpec, ModelShape
+from megafp8.config.wire import WIRE_BLOCK
 from megafp8.errors import PrecisionError
 from megafp8.precision.recipe import high_precision_wgrad
 
 Precision = Literal["fp8", "bf16", "fp32", "fp16"]
-
-# An FP8 GEMM takes operands whose inner and outer dimensions are multiples of 16: 16 bytes are
-# what cuBLASLt's FP8 kernels align to. fprop, dgrad and wgrad between them put each of in
-# features, out features and tokens in both places. `numerics.DIMENSION_MULTIPLE` is the same
-# number, which cannot be read here without importing torch; a test holds the two together.
-FP8_MULTIPLE = 16
-BLOCK_MULTIPLES = {"blockwise": 128, "mxfp8": 32}
 
 
 @dataclass(frozen=True)
@@ -161,7 +156,7 @@ def build_plan(config: RunConfig, shape: ModelShape, layout: Layout) -> Precisio
             precision = compute
             reason = f"--{compute}" if compute != "fp32" else "no precision flag"
         else:
-            refused = kept.get(spec.name) or _misfit(spec, config.precision.recipe_name)
+            refused = kept.get(spec.name) or _misfit(spec, config.precision.recipe)
             precision = compute if refused else "fp8"
             reason = refused or _fp8_reason(config)
         linears.append(
@@ -191,28 +186,28 @@ def build_plan(config: RunConfig, shape: ModelShape, layout: Layout) -> Precisio
     )
 
 
-def _misfit(spec: LinearSpec, recipe: str) -> str | None:
+def _misfit(spec: LinearSpec, recipe: RecipeSpec) -> str | None:
     """Say which dimensions an FP8 GEMM does not take; None if all fit."""
     sizes = {
         "in features per rank": spec.in_features,
         "out features per rank": spec.out_features,
         "tokens of the GEMM": spec.tokens,
     }
-    multiple, who = FP8_MULTIPLE, "FP8 GEMMs"
-    if recipe in BLOCK_MULTIPLES:
+    who = "FP8 GEMMs"
+    if recipe.block_length:
         # Blocks along tokens are those of each rank's own: they may not reach over two ranks.
-        multiple, who = BLOCK_MULTIPLES[recipe], f"{recipe}'s blocks"
+        who = f"{recipe.name}'s blocks"
         sizes["tokens of one rank"] = spec.local_tokens
-    bad = [f"{name} {size}" for name, size in sizes.items() if size % multiple]
+    bad = [f"{name} {size}" for name, size in sizes.items() if size % recipe.multiple]
     if not bad:
         return None
-    return f"{' and '.join(bad)} not a multiple of {multiple}, which {who} need"
+    return f"{' and '.join(bad)} not a multiple of {recipe.multiple}, which {who} need"
 
 
 def _fp8_reason(config: RunConfig) -> str:
     precision = config.precision
     fake = ", multiplied as BF16 (--fp8-fake-quant)" if precision.fp8_fake_quant else ""
-    return f"--fp8-format {precision.fp8_format}, recipe {precision.recipe_name}{fake}"
+    return f"--fp8-format {precision.fp8_format}, recipe {precision.recipe.name}{fake}"
 
 
 def _high_precision(config: RunConfig) -> tuple[HighPrecision, ...]:
@@ -253,7 +248,7 @@ def _tp_communication(config: RunConfig, layout: Layout) -> str:
         return f"all-gather and reduce-scatter in {compute}"
     scatter = compute
     if asked == "all":
-        scatter = "FP8 (a scale every 256 values, summed in fp32)"
+        scatter = f"FP8 (a scale every {WIRE_BLOCK} values, summed in fp32)"
     reason = high_precision_wgrad(config)
     if reason is not None:
         return (
@@ -261,7 +256,7 @@ def _tp_communication(config: RunConfig, layout: Layout) -> str:
             f"gradients ({reason}); of output gradients in {compute}; reduce-scatter in {scatter}"
         )
     scales = ""
-    if config.precision.recipe_name in BLOCK_MULTIPLES:
+    if not config.precision.recipe.per_tensor:
         scales = " with its scales, output gradients once for each product"
     return f"all-gather of FP8 linears in FP8 (1 byte a value){scales}, reduce-scatter in {scatter}"
 
@@ -285,8 +280,8 @@ def _dp_communication(config: RunConfig, layout: Layout) -> str:
         return f"{weights}; gradients reduced in fp32{replicas}"
     carried = ", losses carried over" if precision.fp8_grad_error_feedback else ""
     return (
-        f"{weights}; gradients of blocks reduced in FP8 (a scale every 256 values, summed in "
-        f"fp32{carried}), others in fp32{replicas}"
+        f"{weights}; gradients of blocks reduced in FP8 (a scale every {WIRE_BLOCK} values, "
+        f"summed in fp32{carried}), others in fp32{replicas}"
     )
 
 

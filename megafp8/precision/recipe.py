@@ -16,14 +16,14 @@ def recipe_fields(config: RunConfig) -> dict[str, Any]:
     if not precision.fp8:
         return {}
     fields: dict[str, Any] = {
-        "name": precision.recipe_name,
+        "name": precision.recipe.name,
         "forward_format": "e4m3",
         "gradient_format": "e4m3" if precision.fp8_format == "e4m3" else "e5m2",
         "power_of_2_scales": precision.power_of_2_scales,
         "fp8_wgrad": high_precision_wgrad(config) is None,
         "fake_quant": precision.fp8_fake_quant,
     }
-    if precision.recipe_name == "delayed":
+    if precision.recipe.stateful:
         fields |= {
             "margin": precision.fp8_margin,
             "amax_history_len": precision.fp8_amax_history_len,
@@ -39,15 +39,15 @@ def recipe_fields(config: RunConfig) -> dict[str, Any]:
 
 def high_precision_wgrad(config: RunConfig) -> str | None:
     """Return why weight gradients of FP8 linears come from high-precision operands, or None."""
-    precision = config.precision
+    precision, recipe = config.precision, config.precision.recipe
     if not precision.fp8_wgrad:
         return "--no-fp8-wgrad"
-    if precision.recipe_name == "rowwise_with_gw_hp":
-        return "--fp8-recipe rowwise_with_gw_hp"
-    if precision.recipe_name == "rowwise" and config.parallel.sequence_parallel:
+    if recipe.wgrad_in_fp8 is not None:
+        return f"--fp8-recipe {recipe.name}"
+    if recipe.per_row and config.parallel.sequence_parallel:
         return (
-            "--fp8-recipe rowwise with --sequence-parallel: columns of a gathered operand, which "
-            "the weight gradient scales, span ranks"
+            f"--fp8-recipe {recipe.name} with --sequence-parallel: columns of a gathered operand, "
+            "which the weight gradient scales, span ranks"
         )
     return None
 

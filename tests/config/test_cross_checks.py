@@ -328,7 +328,7 @@ def test_derived_precision_values() -> None:
     assert load("").precision.compute_dtype == "fp32"
     assert load("--fp16").precision.compute_dtype == "fp16"
     fp8 = load("--bf16 --fp8-format hybrid --fp8-recipe auto").precision
-    assert fp8.fp8 and fp8.compute_dtype == "bf16" and fp8.recipe_name == "delayed"
+    assert fp8.fp8 and fp8.compute_dtype == "bf16" and fp8.recipe.name == "delayed"
     assert fp8.fp8_recipe == "auto", "validation rewrites nothing"
     assert not load("--bf16 --fp8-format none").precision.fp8
 

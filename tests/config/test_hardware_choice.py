@@ -46,7 +46,7 @@ def test_precision_auto(hardware: Hardware, compute: str, fp8: tuple[str, str] |
     resolved, choice = for_hardware(asked, hardware)
     assert asked.precision.precision == "auto", "what the user said is not rewritten"
     assert resolved.precision.compute_dtype == compute
-    found = (resolved.precision.fp8_format, resolved.precision.recipe_name)
+    found = (resolved.precision.fp8_format, resolved.precision.recipe.name)
     assert (found if resolved.precision.fp8 else None) == fp8
     assert choice is not None and choice.asked == ("--precision auto",)
     record = choice.record()

@@ -12,12 +12,10 @@ from megafp8.layers.native.linear import Fp8Linear
 from megafp8.numerics import (
     QuantizedTensor,
     Role,
-    block_along,
     compute_amax,
     quantize_blocks,
     quantize_tensor,
     reference,
-    weight_block,
 )
 from megafp8.numerics.products import matmul
 from tests.model.small import (
@@ -84,14 +82,9 @@ def expected_cast(
     assert recipe is not None
     fmt = recipe.format(role)
     values = x.detach().float().numpy()
-    if recipe.name == "tensorwise":
-        block = (0, 0)
-    elif role == "weight":
-        block = weight_block(recipe.name, axis)  # type: ignore[arg-type]
-    else:
-        block = block_along(recipe.name, axis)  # type: ignore[arg-type]
+    block = recipe.spec.block(role, axis)  # type: ignore[arg-type]
     codes, scale_inv = reference.quantize_blocks(
-        values, block, fmt, recipe.name, recipe.power_of_2_scales
+        values, block, fmt, recipe.spec.e8m0, recipe.power_of_2_scales
     )
     return codes, scale_inv, fmt
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megafp8.config.recipes import GEMM_MULTIPLE
 from megafp8.errors import PrecisionError
 from megafp8.launch.dry_run import preflight
 from megafp8.layers.native.linear import Fp8Linear, HighPrecisionLinear
-from megafp8.numerics import DIMENSION_MULTIPLE
 from tests.model.small import FP8, GPT2, LLAMA, Run, micro_batches, small_config, start_run
 
 
@@ -80,7 +80,7 @@ def test_policy_keeps_a_linear_in_bf16(tmp_path: Path):
 
 def fitting(linear) -> bool:
     sizes = (linear.in_features, linear.out_features, linear.tokens)
-    return all(size % DIMENSION_MULTIPLE == 0 for size in sizes)
+    return all(size % GEMM_MULTIPLE == 0 for size in sizes)
 
 
 def train_misfits(**changes):

@@ -12,7 +12,6 @@ from megafp8.numerics import (
     E5M2,
     QuantizedTensor,
     Recipe,
-    block_along,
     block_amax,
     compute_amax,
     dgrad,
@@ -22,7 +21,6 @@ from megafp8.numerics import (
     quantize_tensor,
     recipe_hardware,
     reference,
-    weight_block,
     wgrad,
 )
 from megafp8.numerics.hardware import native_mm, swizzled
@@ -48,7 +46,7 @@ def raw(data: Tensor) -> np.ndarray:
 def assert_equals_reference(x: Tensor, block: tuple[int, int], fmt, recipe: Recipe) -> None:
     found, amax = quantize_blocks(x, block, fmt, recipe)
     codes, scale_inv = reference.quantize_blocks(
-        x.float().numpy(), block, fmt, recipe.name, recipe.power_of_2_scales
+        x.float().numpy(), block, fmt, recipe.spec.e8m0, recipe.power_of_2_scales
     )
     finite = ~np.isnan(reference.code_values(fmt)[codes])
     np.testing.assert_array_equal(raw(found.data)[finite], codes[finite])
@@ -230,8 +228,8 @@ def operands(
     def cast(tensor: Tensor, block: tuple[int, int], fmt=E4M3) -> QuantizedTensor:
         return quantize_blocks(tensor, block, fmt, recipe)[0]
 
-    across, along = (block_along(recipe.name, axis) for axis in ("features", "tokens"))
-    rows, columns = (weight_block(recipe.name, axis) for axis in ("features", "tokens"))
+    across, along = (recipe.spec.block("input", axis) for axis in ("features", "tokens"))
+    rows, columns = (recipe.spec.block("weight", axis) for axis in ("features", "tokens"))
     return {
         "fprop": (cast(x, across), cast(w, rows)),
         "dgrad": (cast(dy, across, gradient), cast(w, columns)),
@@ -285,7 +283,7 @@ def test_a_kept_decoded_weight_gives_the_same_product(recipe) -> None:
 def test_a_zero_gradient_gives_exact_zeros(recipe) -> None:
     dy = torch.zeros(128, 128)
     for name, (_, b) in operands(recipe, 128, 128, 128).items():
-        block = block_along(recipe.name, "tokens" if name == "wgrad" else "features")
+        block = recipe.spec.block("grad_output", "tokens" if name == "wgrad" else "features")
         zero, _ = quantize_blocks(dy, block, E5M2, recipe)
         if name != "fprop":
             assert not PRODUCTS[name][0](zero, b).any()

@@ -8,7 +8,7 @@ import torch
 from megafp8.numerics import E4M3, QuantizedTensor, Recipe, hardware, recipe_hardware, writes_fp32
 
 Pretend = Callable[[tuple[int, int], str], None]
-CACHED = (hardware.fp8_hardware, hardware._row_units, hardware._block_units)
+CACHED = (hardware.fp8_hardware, hardware._has)
 RECIPES = {
     "delayed": Recipe(),
     "tensorwise": Recipe(name="tensorwise"),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megafp8.config.wire import WIRE_BLOCK, payload_bytes
 from megafp8.numerics import E4M3, E5M2, Fp8Format, decode_row, encode_rows, sum_rows
-from megafp8.numerics.payload import BLOCK, payload_bytes
 
 LARGE = 1e38
 
@@ -25,19 +25,21 @@ def test_bytes_of_a_row(length: int, wanted: int) -> None:
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("length", [1, 7, BLOCK, 3 * BLOCK + 5, (1 << 18) + BLOCK + 2])
+@pytest.mark.parametrize(
+    "length", [1, 7, WIRE_BLOCK, 3 * WIRE_BLOCK + 5, (1 << 18) + WIRE_BLOCK + 2]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_each_block_has_the_scale_of_its_own_amax(
     fmt: Fp8Format, length: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(3)
-    sizes = 10.0 ** torch.randint(-6, 6, (2, length // BLOCK + 1), generator=generator)
+    sizes = 10.0 ** torch.randint(-6, 6, (2, length // WIRE_BLOCK + 1), generator=generator)
     x = torch.randn(2, length, generator=generator)
-    x = (x * sizes.repeat_interleave(BLOCK, 1)[:, :length]).to(dtype)
+    x = (x * sizes.repeat_interleave(WIRE_BLOCK, 1)[:, :length]).to(dtype)
     found = there_and_back(x, fmt)
     values = x.float()
-    for first in range(0, length, BLOCK):
-        block, decoded = values[:, first : first + BLOCK], found[:, first : first + BLOCK]
+    for first in range(0, length, WIRE_BLOCK):
+        block, decoded = values[:, first : first + WIRE_BLOCK], found[:, first : first + WIRE_BLOCK]
         amax = block.abs().amax(1, keepdim=True)
         scale = torch.full_like(amax, fmt.max) / amax
         codes = (block * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype)
@@ -50,27 +52,27 @@ def test_each_block_has_the_scale_of_its_own_amax(
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_a_value_that_is_not_finite_arrives_as_nan(bad: float) -> None:
-    x = torch.ones(1, 3 * BLOCK)
-    x[0, BLOCK + 7] = bad
+    x = torch.ones(1, 3 * WIRE_BLOCK)
+    x[0, WIRE_BLOCK + 7] = bad
     found = there_and_back(x)[0]
-    assert found.isnan().nonzero().flatten().tolist() == [BLOCK + 7]
-    assert bool((found[:BLOCK] == 1).all() and (found[2 * BLOCK :] == 1).all())
-    others = found[BLOCK : 2 * BLOCK]
+    assert found.isnan().nonzero().flatten().tolist() == [WIRE_BLOCK + 7]
+    assert bool((found[:WIRE_BLOCK] == 1).all() and (found[2 * WIRE_BLOCK :] == 1).all())
+    others = found[WIRE_BLOCK : 2 * WIRE_BLOCK]
     assert bool((others[~others.isnan()] == 0).all()), "the rest of its block is not used"
 
 
 def test_extreme_blocks() -> None:
-    x = torch.zeros(1, 4 * BLOCK)
+    x = torch.zeros(1, 4 * WIRE_BLOCK)
     x[0, 1] = -0.0
-    x[0, BLOCK] = 1e-44  # a subnormal: the scale is the largest fp32
-    x[0, 2 * BLOCK] = LARGE
-    x[0, 3 * BLOCK] = 1e-30
+    x[0, WIRE_BLOCK] = 1e-44  # a subnormal: the scale is the largest fp32
+    x[0, 2 * WIRE_BLOCK] = LARGE
+    x[0, 3 * WIRE_BLOCK] = 1e-30
     found = there_and_back(x)[0]
-    assert bool((found[:BLOCK] == 0).all()) and float(found[1].sign()) == 0.0
+    assert bool((found[:WIRE_BLOCK] == 0).all()) and float(found[1].sign()) == 0.0
     assert found.isfinite().all()
-    assert float(found[BLOCK]) == pytest.approx(0.0, abs=1e-43)
-    assert float(found[2 * BLOCK]) == pytest.approx(LARGE, rel=1e-6)
-    assert float(found[3 * BLOCK]) == pytest.approx(1e-30, rel=1e-6)
+    assert float(found[WIRE_BLOCK]) == pytest.approx(0.0, abs=1e-43)
+    assert float(found[2 * WIRE_BLOCK]) == pytest.approx(LARGE, rel=1e-6)
+    assert float(found[3 * WIRE_BLOCK]) == pytest.approx(1e-30, rel=1e-6)
 
 
 def test_sums_are_taken_in_rank_order_with_the_own_part_uncast() -> None:
@@ -93,7 +95,7 @@ def sqnr_db(x: torch.Tensor, fmt: Fp8Format) -> float:
 def test_e4m3_is_the_better_format_where_blocks_have_scales(spread: float) -> None:
     """6 dB, the mantissa bit more, as long as a block's values do not span many decades."""
     generator = torch.Generator().manual_seed(6)
-    x = torch.randn(4, 64 * BLOCK, generator=generator)
+    x = torch.randn(4, 64 * WIRE_BLOCK, generator=generator)
     x *= torch.exp(spread * torch.randn(x.shape, generator=generator))
     assert sqnr_db(x, E4M3) > sqnr_db(x, E5M2) + 5.0
     assert sqnr_db(x, E4M3) > 30.0

@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 
 from megafp8.config import ModelShape, RunConfig, load_config
-from megafp8.config.precision import RECIPES
+from megafp8.config.recipes import RECIPES
 from megafp8.errors import ConfigurationError, PrecisionError
-from megafp8.numerics import DIMENSION_MULTIPLE, block_along
-from megafp8.precision import FP8_MULTIPLE, PrecisionPlan, build_plan
-from megafp8.precision.plan import BLOCK_MULTIPLES
+from megafp8.precision import PrecisionPlan, build_plan
 
 CONFIGS = Path(__file__).resolve().parents[2] / "scripts" / "configs"
 
@@ -350,9 +348,3 @@ def test_plain_values() -> None:
         "precision": "fp8",
         "reason": "--fp8-format hybrid, recipe delayed",
     }
-
-
-def test_what_the_plan_lets_through_fits_the_gemms() -> None:
-    assert FP8_MULTIPLE == DIMENSION_MULTIPLE
-    for recipe, multiple in BLOCK_MULTIPLES.items():
-        assert {max(block_along(recipe, axis)) for axis in ("features", "tokens")} == {multiple}

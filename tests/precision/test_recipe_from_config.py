@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from megafp8.config import load_config
+from megafp8.config.recipes import RECIPES
 from megafp8.errors import PrecisionError
 from megafp8.numerics.formats import E4M3, E5M2
-from megafp8.numerics.recipe import RECIPE_NAMES, Recipe
+from megafp8.numerics.recipe import Recipe
 from megafp8.precision import high_precision_wgrad, recipe_fields, recipe_from_config
 
 PARITY = Path(__file__).resolve().parents[2] / "scripts" / "configs" / "parity.yaml"
@@ -69,17 +70,17 @@ def test_without_fp8_there_is_no_recipe() -> None:
     assert recipe_from_config(config) is None and recipe_fields(config) == {}
 
 
-@pytest.mark.parametrize("name", RECIPE_NAMES)
+@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("fmt", ["hybrid", "e4m3"])
 def test_every_recipe_takes_both_formats(name: str, fmt: str) -> None:
     config = load(f"--fp8-recipe {name} --fp8-format {fmt}")
     recipe = recipe_from_config(config)
     assert recipe is not None and recipe.name == name and recipe.forward_format == E4M3
     assert recipe.gradient_format == (E5M2 if fmt == "hybrid" else E4M3)
-    assert recipe.power_of_2_scales == (name in ("blockwise", "mxfp8"))
+    assert recipe.power_of_2_scales == RECIPES[name].power_of_2_scales
     assert recipe.fp8_wgrad == (name != "rowwise_with_gw_hp")
     fields = recipe_fields(config)
-    assert fields["name"] == name and ("amax_history_len" in fields) == (name == "delayed")
+    assert fields["name"] == name and ("amax_history_len" in fields) == RECIPES[name].stateful
 
 
 def test_options_of_recipes_are_carried() -> None:
@@ -93,7 +94,7 @@ def test_options_of_recipes_are_carried() -> None:
 
 def test_rowwise_under_sequence_parallelism_has_high_precision_weight_gradients() -> None:
     layout = "--tensor-model-parallel-size 2 --sequence-parallel"
-    for name in RECIPE_NAMES:
+    for name in RECIPES:
         config = load(f"--fp8-recipe {name} {layout}")
         recipe = recipe_from_config(config)
         assert recipe is not None and recipe.fp8_wgrad == ("rowwise" not in name), name

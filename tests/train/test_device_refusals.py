@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megafp8.config import ModelShape
+from megafp8.config.recipes import RECIPES
 from megafp8.errors import PrecisionError
-from megafp8.numerics import RECIPE_NAMES, Recipe, missing_product, probe
+from megafp8.numerics import Recipe, missing_product, probe
 from megafp8.precision import PrecisionPlan, build_plan, recipe_from_config
 from megafp8.train import run
 from megafp8.train.run import _check_fp8_device, _try_products
@@ -79,7 +80,7 @@ def plan_of(recipe: str) -> tuple[PrecisionPlan, Recipe]:
     return plan, found
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_sizes_that_have_kernels_pass(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     plan, found = plan_of(recipe)
     calls: list[tuple[Any, ...]] = []

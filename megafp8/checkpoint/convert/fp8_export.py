@@ -40,8 +40,9 @@ from megafp8.numerics import (
 )
 from megafp8.numerics.scales import current_scale
 
-BLOCK = 128
-_BLOCKWISE = Recipe(name="blockwise")
+IN_BLOCKS = "blockwise"  # a mode, named after the recipe whose weights it writes
+_RECIPE = Recipe(name=IN_BLOCKS)
+BLOCK = _RECIPE.spec.block("weight", "features")
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Fp8Plan:
             "quant_method": "fp8",
             "activation_scheme": "static" if self.mode == "static" else "dynamic",
         }
-        if self.mode == "blockwise":
-            values |= {"fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+        if self.mode == IN_BLOCKS:
+            values |= {"fmt": "e4m3", "weight_block_size": list(BLOCK)}
         if self.ignored:
             # vLLM reads the first name, transformers and SGLang the second.
             values |= {
@@ -137,8 +138,8 @@ def _fp8_item(view: ModelView, route: Route, plan: Fp8Plan) -> Item:
     entries: dict[str, Described] = {}
     for name, (rows, columns) in zip(route.theirs, route.shapes, strict=True):
         entries[name] = Described((rows, columns), E4M3.dtype)
-        if plan.mode == "blockwise":
-            blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+        if plan.mode == IN_BLOCKS:
+            blocks = (-(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
             entries[f"{name}_scale_inv"] = Described(blocks, torch.float32)
             continue
         entries[f"{name}_scale"] = Described((), torch.float32)
@@ -151,8 +152,8 @@ def _fp8_item(view: ModelView, route: Route, plan: Fp8Plan) -> Item:
         tensors: list[Tensor] = []
         scale = weight_scale(view, route.ours, ours)
         for part in route.split(ours):
-            if plan.mode == "blockwise":
-                blocks = quantize_blocks(part, (BLOCK, BLOCK), E4M3, _BLOCKWISE)[0]
+            if plan.mode == IN_BLOCKS:
+                blocks = quantize_blocks(part, BLOCK, E4M3, _RECIPE)[0]
                 tensors += [blocks.data, blocks.scale_inv]
                 continue
             tensors += [quantize(part, scale, E4M3), 1.0 / scale]
@@ -219,7 +220,7 @@ def _within_rounding(files: SafetensorsFolder, name: str, codes: Tensor, part: T
     """|decoded - x| <= 2^-4 |x|, or half of the smallest step where x is subnormal."""
     blocks = f"{name}_scale_inv"
     if blocks in files.entries:
-        quantized = QuantizedTensor(codes, files.read(blocks), E4M3, block=(BLOCK, BLOCK))
+        quantized = QuantizedTensor(codes, files.read(blocks), E4M3, block=BLOCK)
     else:
         quantized = QuantizedTensor(codes, files.read(f"{name}_scale"), E4M3)
     factors = quantized.spread_scale_inv()

@@ -17,7 +17,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megafp8.checkpoint.convert.fp8_export import fp8_items, make_plan, verify_fp8, write_scales
+from megafp8.checkpoint.convert.fp8_export import (
+    IN_BLOCKS,
+    fp8_items,
+    make_plan,
+    verify_fp8,
+    write_scales,
+)
 from megafp8.checkpoint.convert.hf import Written, open_hf, plain_items, preferred_type, write_hf
 from megafp8.checkpoint.convert.megatron import open_megatron, write_megatron
 from megafp8.checkpoint.convert.native import open_native, write_native
@@ -34,7 +40,7 @@ from megafp8.checkpoint.rewrite import made_folders
 from megafp8.errors import CheckpointError
 
 LARGEST = 2**31 - 1  # of a number in a flag; sizes made of it fit into 64 bits
-BAKED = ("static", "dynamic", "blockwise")
+BAKED = ("static", "dynamic", IN_BLOCKS)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 

@@ -11,19 +11,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megafp8.config.recipes import Axis
 from megafp8.layers.native.operands import RegisteredOperands, WeightUse, describe
 from megafp8.numerics import (
     QuantizedTensor,
     Role,
-    block_along,
     dgrad,
     fprop,
     keep_decoded,
     matmul,
     quantize_blocks,
-    weight_block,
 )
-from megafp8.numerics.granular import Axis
 from megafp8.parallel.collectives import LINEAR_KINDS
 
 
@@ -45,8 +43,7 @@ class GranularOperands(RegisteredOperands):
 
     def __repr__(self) -> str:
         def unit(role: Role, axis: Axis) -> str:
-            blocks = weight_block if role == "weight" else block_along
-            rows, columns = blocks(self.recipe.name, axis)
+            rows, columns = self.recipe.spec.block(role, axis)
             if not rows or not columns:
                 return "column" if columns else "row"
             return f"{rows}x{columns}"
@@ -59,7 +56,7 @@ class GranularOperands(RegisteredOperands):
         """Cast x once for each kind of block."""
         recipe = self.recipe
         if self.kernels.fused and x.numel():
-            fused = self._by_rows if recipe.name.startswith("rowwise") else self._by_blocks
+            fused = self._by_rows if recipe.spec.per_row else self._by_blocks
             casts, amaxes = fused(role, x, blocks)
         else:
             made = [quantize_blocks(x, block, recipe.format(role), recipe) for block in blocks]
@@ -81,7 +78,7 @@ class GranularOperands(RegisteredOperands):
                 x,
                 block,
                 recipe.format(role),
-                mx=recipe.name == "mxfp8",
+                mx=recipe.spec.e8m0,
                 power_of_2=recipe.power_of_2_scales,
                 # Along tokens wgrad (and dgrad of a weight) wants the transposed codes, unless
                 # they are gathered first.
@@ -125,8 +122,8 @@ class GranularOperands(RegisteredOperands):
         Returns:
             (for wgrad, for fprop or dgrad); see `Operands.enter`.
         """
-        name = self.recipe.name
-        across, along = block_along(name, "features"), block_along(name, "tokens")
+        block = self.recipe.spec.block
+        across, along = block(role, "features"), block(role, "tokens")
         fp8_wgrad, is_input = self.fp8_wgrad, role == "input"
         if gather and (not self.fp8_gather or not (fp8_wgrad or is_input)):
             # What is needed whole in high precision is cast whole.
@@ -157,8 +154,8 @@ class GranularOperands(RegisteredOperands):
         if self.keeps_weight and self._cached is not None and self._cached[0] == version:
             return self._cached[1]
         forward, backward = (
-            weight_block(self.recipe.name, "features"),
-            weight_block(self.recipe.name, "tokens"),
+            self.recipe.spec.block("weight", "features"),
+            self.recipe.spec.block("weight", "tokens"),
         )
         blocks = {"fprop": forward, "dgrad": backward}
         if not self.keeps_weight:
@@ -191,7 +188,7 @@ class GranularOperands(RegisteredOperands):
             data,
             scale_inv,
             self.recipe.format(role),
-            block=block_along(self.recipe.name, "tokens"),
+            block=self.recipe.spec.block(role, "tokens"),
             power_of_2=self.recipe.power_of_2_scales,
         )
 

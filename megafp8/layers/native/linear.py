@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from megafp8.config.recipes import RecipeSpec
 from megafp8.layers.backend import LayerContext, LinearOptions
 from megafp8.layers.native.granular import GranularOperands
 from megafp8.layers.native.operands import (
@@ -160,14 +161,10 @@ class HighPrecisionLinear(_TensorParallelLinear):
         return linear(x, local(self.weight).flatten(0, -2), bias)
 
 
-FP8_OPERANDS: dict[str, type[Fp8Operands] | type[GranularOperands]] = {
-    "delayed": Fp8Operands,
-    "tensorwise": TensorwiseOperands,
-    "rowwise": GranularOperands,
-    "rowwise_with_gw_hp": GranularOperands,
-    "blockwise": GranularOperands,
-    "mxfp8": GranularOperands,
-}
+def _operands(recipe: RecipeSpec) -> type[Fp8Operands] | type[GranularOperands]:
+    if not recipe.per_tensor:
+        return GranularOperands
+    return Fp8Operands if recipe.stateful else TensorwiseOperands
 
 
 class Fp8Linear(_TensorParallelLinear):
@@ -182,7 +179,7 @@ class Fp8Linear(_TensorParallelLinear):
     def __init__(self, context: LayerContext, options: LinearOptions) -> None:
         super().__init__(context, options)
         assert context.registry is not None and context.recipe is not None
-        self.operands = FP8_OPERANDS[context.recipe.name](
+        self.operands = _operands(context.recipe.spec)(
             options.name,
             self.tp,
             context.registry,

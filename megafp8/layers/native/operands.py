@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from megafp8.config.recipes import Axis
 from megafp8.layers.native.casting import DelayedCasts, TensorwiseCasts, for_wgrad
 from megafp8.numerics import (
     ROLES,
@@ -24,7 +25,6 @@ from megafp8.numerics import (
     matmul,
     wgrad,
 )
-from megafp8.numerics.granular import Axis
 from megafp8.numerics.kernels import EAGER, KernelChoice
 from megafp8.parallel.collectives import LINEAR_KINDS, CommGroup
 from megafp8.parallel.fp8_weights import Fp8Weight

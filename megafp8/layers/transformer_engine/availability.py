@@ -14,6 +14,7 @@ from types import ModuleType
 
 import torch
 
+from megafp8.config.recipes import RECIPES
 from megafp8.errors import PrecisionError
 
 MINIMUM = (2, 20)
@@ -81,17 +82,16 @@ def available(recipe: str | None = None) -> tuple[bool, str]:
 
 def _fp8(te: ModuleType, recipe: str) -> tuple[bool, str]:
     """Whether this device runs a recipe, by TE's own checks, with the reason."""
-    if recipe == "mxfp8":  # compute capability 10.x
-        return te.is_mxfp8_available(return_reason=True)
-    if recipe != "blockwise":
-        return te.is_fp8_available(return_reason=True)
-    able, reason = te.is_fp8_block_scaling_available(return_reason=True)
-    major = torch.cuda.get_device_capability()[0]
-    if able and major != 9:
-        return False, (
-            f"compute capability {major}.x has no such GEMM, and TransformerEngine replaces it "
-            "by MXFP8's; allowed: mxfp8 by name"
-        )
+    theirs = RECIPES[recipe].transformer_engine
+    assert theirs is not None  # else refused by `config.backend`
+    able, reason = getattr(te, theirs.available)(return_reason=True)
+    if able and theirs.replaced_by is not None:
+        capability, other = torch.cuda.get_device_capability(), theirs.replaced_by
+        if not RECIPES[recipe].units.has(capability):
+            return False, (
+                f"compute capability {capability[0]}.x has no such GEMM, and TransformerEngine "
+                f"replaces it by {other.upper()}'s; allowed: {other} by name"
+            )
     return able, reason
 
 

@@ -13,7 +13,6 @@ from megafp8.layers.backend import LayerContext, LinearOptions
 from megafp8.layers.parameters import local
 from megafp8.layers.transformer_engine.cached_weight import KeptWeight, ready_weight
 from megafp8.layers.transformer_engine.deferred import DeferredWeightStore
-from megafp8.layers.transformer_engine.recipes import PER_TENSOR
 from megafp8.layers.transformer_engine.registry_quantizers import RegistryQuantizers, Slots
 from megafp8.layers.transformer_engine.user_buffers import NO_OVERLAP, Switches
 from megafp8.parallel.fp8_weights import WeightCast
@@ -49,7 +48,7 @@ class LinearParameters(RegistryQuantizers):
         assert context.registry is not None or not options.fp8
         self.attach(options.name, context.registry if options.fp8 else None, recipe, SLOTS)
         self._kept: KeptWeight | None = None
-        if self._registry is not None and self._registry.recipe.name in PER_TENSOR:
+        if self._registry is not None and self._registry.recipe.spec.per_tensor:
             self._kept = KeptWeight(self._registry) if context.cache_weights else None
         self.weight_cast: WeightCast | None = None
         if context.fp8_param_gather and self._registry is not None:

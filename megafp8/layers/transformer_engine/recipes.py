@@ -15,12 +15,10 @@ from transformer_engine.common.recipe import (
     Recipe,
 )
 
+from megafp8.config.recipes import recipes_that
 from megafp8.errors import PrecisionError
 from megafp8.numerics import E4M3
 from megafp8.numerics import Recipe as OurRecipe
-
-# Recipes whose FP8 tensors are codes with one scale: TE's `Float8Tensor`.
-PER_TENSOR = ("delayed", "tensorwise")
 
 
 def checked(recipe_class: type, **fields: Any) -> Any:
@@ -50,14 +48,13 @@ def te_recipe(recipe: OurRecipe, fp8_core: bool = False) -> Recipe:
     Raises:
         PrecisionError: a recipe that TE does not have, naming those that it has.
     """
-    make = _MAKERS.get(recipe.name)
-    if make is None:
-        raise PrecisionError(
-            f"TransformerEngine has no recipe {recipe.name!r}; allowed: {', '.join(_MAKERS)}"
-        )
+    theirs = recipe.spec.transformer_engine
+    if theirs is None:
+        known = recipes_that(lambda spec: spec.transformer_engine)
+        raise PrecisionError(f"TransformerEngine has no recipe {recipe.name!r}; allowed: {known}")
     assert recipe.forward_format == E4M3  # E5M2 x E5M2 has no GEMM
     fp8_format = Format.E4M3 if recipe.gradient_format == E4M3 else Format.HYBRID
-    return make(recipe, fp8_format, fp8_core)
+    return _MAKERS[theirs.recipe](recipe, fp8_format, fp8_core)
 
 
 def _delayed_scaling(recipe: OurRecipe, fp8_format: Format, fp8_core: bool) -> Recipe:
@@ -146,8 +143,8 @@ def _with_scales(made: Any, power_of_2: bool) -> Recipe:
 
 
 _MAKERS: dict[str, Callable[[OurRecipe, Format, bool], Recipe]] = {
-    "delayed": _delayed_scaling,
-    "tensorwise": _current_scaling,
-    "blockwise": _block_scaling,
-    "mxfp8": _mxfp8,
+    "DelayedScaling": _delayed_scaling,
+    "Float8CurrentScaling": _current_scaling,
+    "Float8BlockScaling": _block_scaling,
+    "MXFP8BlockScaling": _mxfp8,
 }

@@ -52,7 +52,7 @@ class RegistryQuantizers(TransformerEngineBaseModule):
         self._sets: dict[tuple[str, bool], list[Float8Quantizer]] = {}
         self._indices: dict[Role, int] = {}
         assert registry is None or recipe is not None
-        self._delayed = registry is not None and registry.recipe.name == "delayed"
+        self._delayed = registry is not None and registry.recipe.stateful
         if registry is None or not self._delayed:
             return
         roles: list[Role] = [role for key in slots for role in slots[key] if role is not None]
