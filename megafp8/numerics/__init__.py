@@ -22,13 +22,14 @@ from megafp8.numerics.probe import missing_product
 from megafp8.numerics.products import cpu_products, linear, matmul, product_dtype
 from megafp8.numerics.quantize import QuantizedTensor, compute_amax, decode, quantize
 from megafp8.numerics.recipe import CORE_ROLES, RECIPE_NAMES, ROLES, Recipe, Role
-from megafp8.numerics.registry import ScaleRegistry
+from megafp8.numerics.registry import CastObserver, ScaleRegistry
 
 __all__ = [
     "DIMENSION_MULTIPLE",
     "E4M3",
     "E5M2",
     "CORE_ROLES",
+    "CastObserver",
     "RECIPE_NAMES",
     "ROLES",
     "Fp8Format",

@@ -185,6 +185,32 @@ def shard_module(
     return reduction
 
 
+def change_gather(module: nn.Module, name: str, cast: WeightCast | None) -> None:
+    """Gather a parameter in another way from the next gather on; between two training steps.
+
+    FSDP2 keeps what it has made with the first gather, whose dtype is another one now (torch 2.13
+    has no public way to drop that): it is made again, as when the first gather is of this kind.
+
+    Args:
+        module: what `shard_module` was applied to.
+        name: of a parameter in it.
+        cast: how it is cast to FP8 codes; None to gather it in the compute dtype.
+    """
+    assert isinstance(module, FSDPModule)
+    module.reshard()  # evaluation may have left it gathered
+    parameter = module.get_parameter(name)
+    gather_in_fp8(module, {name: cast})
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for held in group.fsdp_params:
+            if held.sharded_param is not parameter:
+                continue
+            held.all_gather_outputs = []
+            held._init_extensions()
+            gathered = vars(held).pop("_unsharded_param", None)
+            if gathered is not None and gathered.grad_dtype == torch.float32:
+                take_fp32_gradients(module)
+
+
 def _count_replica_reduce(traffic: Traffic, replicas: int, tensor: Tensor) -> None:
     traffic.reduced("dp_all_reduce", tensor, replicas)
 

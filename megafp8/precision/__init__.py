@@ -2,7 +2,7 @@
 
 from megafp8.precision.audit import AUDIT_NAME, AuditLog
 from megafp8.precision.manifest import ManifestRecord, build_manifest, write_manifest
-from megafp8.precision.plan import FP8_MULTIPLE, LinearPlan, PrecisionPlan, build_plan
+from megafp8.precision.plan import FP8_MULTIPLE, LinearPlan, Precision, PrecisionPlan, build_plan
 from megafp8.precision.recipe import high_precision_wgrad, recipe_fields, recipe_from_config
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "FP8_MULTIPLE",
     "LinearPlan",
     "ManifestRecord",
+    "Precision",
     "PrecisionPlan",
     "build_manifest",
     "build_plan",

@@ -86,7 +86,7 @@ class TeNormLinear(LinearParameters, te.LayerNormLinear):
         self._show(local(norm.weight), None if norm.bias is None else local(norm.bias))
         try:
             with self.precision_context():
-                return self.finish(super().forward(x))
+                return self.finish(super().forward(x), lambda: Norm.forward(norm, x))
         finally:
             self._show(None, None)
 

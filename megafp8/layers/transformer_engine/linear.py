@@ -3,6 +3,7 @@
 Weights are DTensors on the tp axis under FSDP2; TE gets their local tensors.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from megafp8.layers.backend import LayerContext, LinearOptions
 from megafp8.layers.parameters import local
-from megafp8.layers.transformer_engine.cached_weight import KeptWeight, ready_weight
+from megafp8.layers.transformer_engine.cached_weight import GatheredInFp8, KeptWeight, ready_weight
 from megafp8.layers.transformer_engine.deferred import DeferredWeightStore
 from megafp8.layers.transformer_engine.recipes import PER_TENSOR
 from megafp8.layers.transformer_engine.registry_quantizers import RegistryQuantizers, Slots
@@ -46,8 +47,7 @@ class LinearParameters(RegistryQuantizers):
             self.bias = context.factory(f"{options.name}.bias")
         if context.deferred is not None:
             self.wgrad_store = DeferredWeightStore(context.deferred, lambda: self.weight)
-        assert context.registry is not None or not options.fp8
-        self.attach(options.name, context.registry if options.fp8 else None, recipe, SLOTS)
+        self.attach(options.name, context, options.fp8, recipe, SLOTS)
         self._kept: KeptWeight | None = None
         if self._registry is not None and self._registry.recipe.name in PER_TENSOR:
             self._kept = KeptWeight(self._registry) if context.cache_weights else None
@@ -55,6 +55,12 @@ class LinearParameters(RegistryQuantizers):
         if context.fp8_param_gather and self._registry is not None:
             index = self._registry.index_of(options.name, "weight")
             self.weight_cast = WeightCast(self._registry, index)
+
+    def set_precision(self, precision: str) -> None:
+        """See `SwitchableLayer.set_precision`."""
+        super().set_precision(precision)
+        if self._kept is not None:
+            self._kept.forget()
 
     def _get_weight_tensors(self) -> list[Tensor]:
         # fc1's [2, ffn/tp, h] is [2 * ffn/tp, h] to TE: its own [gate; up] layout.
@@ -70,11 +76,29 @@ class LinearParameters(RegistryQuantizers):
             weight = ready_weight(weight, self._get_weight_quantizers()[0], self._kept)
         return weight, local(self.bias).flatten() if self.use_bias else None
 
-    def finish(self, y: Tensor) -> Tensor:
-        """Add the bias where TE does not."""
+    def finish(self, y: Tensor, gemm_input: Callable[[], Tensor]) -> Tensor:
+        """Show the casts to an observer, if there is one, and add the bias where TE does not.
+
+        Args:
+            y: what TE's forward gave.
+            gemm_input: gives the input of its GEMM in high precision.
+        """
+        if self._registry is not None and self._registry.observer is not None and self.fp8:
+            self._show_casts(y, gemm_input())
         if self.options.bias and not self.use_bias:
             y = y + local(self.bias).flatten()
         return y
+
+    def _show_casts(self, y: Tensor, x: Tensor) -> None:
+        """Cast the operands once more, without recording, and show them to the observer."""
+        (weight,) = self._get_weight_tensors()
+        self.show_cast("input", "scaling_fwd", 0, x)
+        if isinstance(weight, GatheredInFp8):
+            self.show_cast("weight", "scaling_fwd", 1, None, weight.quantized())
+        else:
+            self.show_cast("weight", "scaling_fwd", 1, weight)
+        if y.requires_grad:
+            y.register_hook(lambda dy: self.show_cast("grad_output", "scaling_bwd", 0, dy))
 
     def extra_repr(self) -> str:
         """Name, mode and what each role's tensors are."""
@@ -127,4 +151,4 @@ class TeLinear(LinearParameters, te.Linear):
         stay gathered `KeptWeight` does, else each micro-batch casts it, to the same bytes.
         """
         with self.precision_context():
-            return self.finish(super().forward(x))
+            return self.finish(super().forward(x), lambda: x)
