@@ -208,23 +208,25 @@ def change_gather(module: nn.Module, name: str, cast: WeightCast | None) -> None
             held._init_extensions()
             gathered = vars(held).pop("_unsharded_param", None)
             if gathered is not None and gathered.grad_dtype == torch.float32:
-                take_fp32_gradients(module)
+                take_fp32_gradients(module, name)
 
 
 def _count_replica_reduce(traffic: Traffic, replicas: int, tensor: Tensor) -> None:
     traffic.reduced("dp_all_reduce", tensor, replicas)
 
 
-def take_fp32_gradients(module: nn.Module) -> None:
+def take_fp32_gradients(module: nn.Module, only: str | None = None) -> None:
     """Let autograd hand this FSDP module's gradients over in fp32 instead of the compute dtype.
 
     FSDP2 reduces all gradients of a module in one buffer of one dtype, so this holds for all of its
-    parameters. It makes the gathered parameters when they are first used and keeps them, so they
-    are told in a hook after the first gather (torch 2.13; `grad_dtype` came with 2.10).
+    parameters (`only` names one whose others have been told before). It makes the gathered
+    parameters when they are first used and keeps them, so they are told in a hook after the first
+    gather (torch 2.13; `grad_dtype` came with 2.10).
     """
 
     def tell(module: nn.Module, _: Any) -> None:
-        for parameter in module.parameters():
+        told = module.parameters() if only is None else [module.get_parameter(only)]
+        for parameter in told:
             parameter.grad_dtype = torch.float32
         handle.remove()
 

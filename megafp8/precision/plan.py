@@ -126,6 +126,8 @@ class PrecisionPlan:
         if precision != record.precision:
             record = replace(record, precision=precision, reason=reason)
         linears = tuple(record if item.name == name else item for item in self.linears)
+        if linears == built.linears:
+            return built
         return replace(self, linears=linears, built=built)
 
     def core_is_fp8(self, layer: int) -> bool:

@@ -45,7 +45,7 @@ def test_native(ranks: Ranks, size: int, flags: tuple[str, ...], name: str, tmp_
     for legs in ranks.run(
         switched_and_wanted, world_size=size, flags=flags, name=name, folder=tmp_path
     ):
-        assert_same(legs, name)
+        assert_same(legs)
 
 
 def refusals(flags: tuple[str, ...]) -> list[str]:

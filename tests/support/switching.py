@@ -39,7 +39,7 @@ def switched_and_wanted(
     assert one.model.plan.precision(name) == "bf16" and one.plan.precision(name) == "fp8"
     second = save(one, folder / "second", te)
     one.model.set_precision(name, "fp8")
-    assert one.model.plan.linears == one.plan.linears
+    assert one.model.plan is one.plan
     back = (one.iterate(2), one.digests())
     kept = start((*flags, "--precision-policy", str(policy)), load=first)
     wanted = (kept.iterate(2), kept.digests())
@@ -52,7 +52,7 @@ def save(training: Training, folder: Path, te: bool) -> str:
         return training.save(folder)
 
 
-def assert_same(legs: tuple[Legs, Legs], name: str) -> None:
+def assert_same(legs: tuple[Legs, Legs]) -> None:
     found, wanted = legs
     for mine, other in ((found[0], wanted[0]), (found[2], wanted[2])):
         assert mine.losses == other.losses and mine.grad_norms == other.grad_norms
@@ -61,9 +61,12 @@ def assert_same(legs: tuple[Legs, Legs], name: str) -> None:
         assert all(
             sent(a) == sent(b) for a, b in zip(mine.comm_bytes, other.comm_bytes, strict=True)
         )
-    scales = (f"fp8.{name}.", f"registry.{name}.")
-    kept = {key: value for key, value in found[1].items() if not key.startswith(scales)}
-    assert kept == wanted[1] and found[3] == wanted[3]
+    # Its own scales, and those of the attention core that follows it, are in no run of the plan.
+    assert wanted[1].items() <= found[1].items() and found[3] == wanted[3]
+    more = found[1].keys() - wanted[1].keys()
+    assert all(
+        key.startswith(("fp8.decoder.layers.1.", "registry.decoder.layers.1.")) for key in more
+    )
 
 
 def sent(comm: Any) -> dict[str, Any]:

@@ -1,22 +1,45 @@
 """TE's linears switched between two steps, and an observer of their casts."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.support.layouts import PARITY, degrees
 from tests.support.ranks import Ranks
-from tests.support.switching import FC1, LINEARS, assert_same, observed, switched_and_wanted
+from tests.support.switching import (
+    FC1,
+    LINEARS,
+    PROJ,
+    Legs,
+    assert_same,
+    observed,
+    switched_and_wanted,
+)
 from tests.support.te_runs import SMALL
+from tests.te_backend.test_te_attention import EMULATE
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_transformer_engine(te_ranks: Ranks, recipe: str, tmp_path: Path) -> None:
-    flags = (*PARITY, *SMALL, *degrees(), "--fp8-recipe", recipe)
-    (legs,) = te_ranks.run(
-        switched_and_wanted, world_size=1, flags=flags, name=FC1, folder=tmp_path, te=True
-    )
-    assert_same(legs, FC1)
+def switched(flags: tuple[str, ...], name: str, folder: Path) -> tuple[Legs, Legs]:
+    os.environ[EMULATE] = "1"
+    return switched_and_wanted(flags, name, folder, te=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (("--fp8-param-gather",), FC1),
+        (("--fp8-recipe", "tensorwise"), FC1),
+        (("--fp8-attention", "dpa"), PROJ),  # the FP8 core follows
+    ],
+    ids=["gather", "tensorwise", "attention"],
+)
+def test_switched_linear(
+    te_ranks: Ranks, flags: tuple[str, ...], name: str, tmp_path: Path
+) -> None:
+    flags = (*PARITY, *SMALL, *degrees(), *flags)
+    (legs,) = te_ranks.run(switched, world_size=1, flags=flags, name=name, folder=tmp_path)
+    assert_same(legs)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])

@@ -3,7 +3,6 @@
 Weights are DTensors on the tp axis under FSDP2; TE gets their local tensors.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,21 +75,19 @@ class LinearParameters(RegistryQuantizers):
             weight = ready_weight(weight, self._get_weight_quantizers()[0], self._kept)
         return weight, local(self.bias).flatten() if self.use_bias else None
 
-    def finish(self, y: Tensor, gemm_input: Callable[[], Tensor]) -> Tensor:
-        """Show the casts to an observer, if there is one, and add the bias where TE does not.
-
-        Args:
-            y: what TE's forward gave.
-            gemm_input: gives the input of its GEMM in high precision.
-        """
-        if self._registry is not None and self._registry.observer is not None and self.fp8:
-            self._show_casts(y, gemm_input())
+    def finish(self, y: Tensor) -> Tensor:
+        """Add the bias where TE does not."""
         if self.options.bias and not self.use_bias:
             y = y + local(self.bias).flatten()
         return y
 
-    def _show_casts(self, y: Tensor, x: Tensor) -> None:
-        """Cast the operands once more, without recording, and show them to the observer."""
+    def show_casts(self, x: Tensor, y: Tensor) -> None:
+        """Show the observer what a forward and its backward cast; see `show_cast`.
+
+        Args:
+            x: the input of the GEMM in high precision.
+            y: what TE gave.
+        """
         (weight,) = self._get_weight_tensors()
         self.show_cast("input", "scaling_fwd", 0, x)
         if isinstance(weight, GatheredInFp8):
@@ -151,4 +148,7 @@ class TeLinear(LinearParameters, te.Linear):
         stay gathered `KeptWeight` does, else each micro-batch casts it, to the same bytes.
         """
         with self.precision_context():
-            return self.finish(super().forward(x), lambda: x)
+            y = super().forward(x)
+            if self.observed:
+                self.show_casts(x, y)
+            return self.finish(y)

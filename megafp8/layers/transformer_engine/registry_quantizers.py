@@ -122,6 +122,12 @@ class RegistryQuantizers(TransformerEngineBaseModule):
                 self.quantizers[key] = self._sets[key, self._registry.recording]
         return nullcontext()
 
+    @property
+    def observed(self) -> bool:
+        """Whether an observer wants to see the casts of this forward."""
+        registry = self._registry
+        return registry is not None and registry.observer is not None and self.precision == "fp8"
+
     @torch.no_grad()
     def show_cast(
         self, role: Role, key: str, slot: int, x: Tensor | None, cast: Any = None
