@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megafp8.layers.parameters import ParameterFactory
 from megafp8.numerics import Recipe, ScaleRegistry
 from megafp8.numerics.kernels import EAGER, KernelChoice
+from megafp8.parallel.fp8_weights import WeightCast
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import DeferredWeightGradients
 
@@ -26,7 +27,7 @@ class LinearOptions:
     Attributes:
         name: canonical module name, e.g. "decoder.layers.0.mlp.linear_fc1".
         mode: "column" (output features split over tp) or "row" (input features split).
-        fp8: whether its GEMMs run in FP8.
+        fp8: whether its GEMMs can run in FP8, and start so.
         bias: whether it has a bias.
     """
 
@@ -108,6 +109,37 @@ class LayerContext:
     kernels: KernelChoice = EAGER
     fp32_wgrad: bool = False
 
+    def precision(self, fp8: bool) -> str:
+        """The name of a layer's precision: "fp8", else that of the compute dtype, as "bf16"."""
+        return "fp8" if fp8 else _PRECISION_NAMES[self.compute_dtype]
+
+
+_PRECISION_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class SwitchableLayer(Protocol):
+    """A layer of either backend whose precision changes between two training steps.
+
+    Attributes:
+        precision: of its GEMMs at present, as `LayerContext.precision` names it.
+        weight_cast: how FSDP gathers its weight while it is FP8; None if never as FP8 codes.
+    """
+
+    precision: str
+    weight_cast: WeightCast | None
+
+    def set_precision(self, precision: str) -> None:
+        """Compute in another precision from the next forward on; see `Model.set_precision`.
+
+        Call between two training steps, when no backward is outstanding. In high precision nothing
+        is recorded of its tensors, whose scales and windows stay as they are; back in FP8 it goes
+        on with them, as a run does that loads them from a checkpoint.
+
+        Raises:
+            PrecisionError: another precision than its own for a layer that was not made for FP8.
+        """
+        ...
+
 
 class Backend(Protocol):
     """Makes linear layers, norms and attention cores."""
@@ -115,7 +147,10 @@ class Backend(Protocol):
     name: str
 
     def linear(self, context: LayerContext, options: LinearOptions) -> nn.Module:
-        """A tensor-parallel linear: [s(/tp), b, in] -> [s(/tp), b, out(/tp)]."""
+        """A tensor-parallel linear: [s(/tp), b, in] -> [s(/tp), b, out(/tp)].
+
+        It is a `SwitchableLayer`, whatever its precision.
+        """
         ...
 
     def norm(self, context: LayerContext, name: str, kind: str, epsilon: float) -> nn.Module:
@@ -143,7 +178,10 @@ class Backend(Protocol):
     def fused_mlp(
         self, fc1: nn.Module, fc2: nn.Module, swiglu: bool
     ) -> Callable[[Tensor, Any, Any], Tensor] | None:
-        """One function for fc1, activation and fc2 (without fc2's bias), or None."""
+        """One function for fc1, activation and fc2 (without fc2's bias), or None.
+
+        It holds while both linears are FP8.
+        """
         ...
 
     def scope(self) -> AbstractContextManager[Any]:

@@ -76,10 +76,14 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """fc2(activation(fc1(x)))."""
-        if self._fused is not None:
+        if self._fused is not None and self._fp8():
             y = self._fused(x, self.linear_fc1, self.linear_fc2)
             bias: Any = self.linear_fc2.bias
             return y if bias is None else y + local(bias).flatten()
         x = self.linear_fc1(x)
         x = swiglu(x) if self.swiglu else F.gelu(x, approximate=self.approximate)
         return self.linear_fc2(x)
+
+    def _fp8(self) -> bool:
+        """Whether both linears run in FP8 at present."""
+        return bool(self.linear_fc1.precision == self.linear_fc2.precision == "fp8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from megafp8.layers.backend import Backend, LayerContext, LinearOptions, NormOpt
 from megafp8.layers.dropout import MicroBatchKey, dropout
 from megafp8.layers.mlp import Mlp
 from megafp8.layers.rope import Rope
+from megafp8.parallel.fsdp import change_gather
 
 if TYPE_CHECKING:
     from megafp8.config import RunConfig
@@ -45,7 +46,8 @@ class Block(nn.Module):
         super().__init__()
         model, prefix = config.model, f"decoder.layers.{layer}"
         norm = (model.normalization, model.norm_epsilon)
-        self.prefix, self.recompute, self.hidden_dropout = prefix, recompute, model.hidden_dropout
+        self.layer, self.prefix, self.recompute = layer, prefix, recompute
+        self.hidden_dropout = model.hidden_dropout
         self._recompute_contexts = backend.recompute_contexts
         attention, mlp = f"{prefix}.self_attention", f"{prefix}.mlp"
 
@@ -108,3 +110,18 @@ class Block(nn.Module):
         x = x + dropout(y, p, key, f"{self.prefix}.self_attention")
         y = self.mlp(self.pre_mlp_layernorm(x))
         return x + dropout(y, p, key, f"{self.prefix}.mlp")
+
+    def switch(self, name: str, plan: PrecisionPlan) -> None:
+        """Give a linear of this block the precision that the plan has for it now.
+
+        FSDP's gathers of its weight follow, and the attention core, FP8 only between FP8 linears.
+        """
+        path = name.removeprefix(f"{self.prefix}.")
+        linear: Any = self.get_submodule(path)
+        linear.set_precision(plan.precision(name))
+        if linear.weight_cast is not None:
+            cast = linear.weight_cast if linear.precision == "fp8" else None
+            change_gather(self, f"{path}.weight", cast)
+        core: Any = self.self_attention.core_attention
+        if core.options.fp8:
+            core.set_precision("fp8" if plan.core_is_fp8(self.layer) else plan.compute)

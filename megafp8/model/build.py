@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from megafp8.config import ModelShape, ParameterSpec, RunConfig
-from megafp8.config.user_buffers import user_buffer_options
-from megafp8.errors import ConfigurationError
+from megafp8.config.user_buffers import UserBufferOptions, user_buffer_options
+from megafp8.errors import ConfigurationError, PrecisionError
 from megafp8.layers import LayerContext, ParameterFactory
 from megafp8.layers.choice import (
     BackendChoice,
@@ -22,7 +22,7 @@ from megafp8.layers.choice import (
 from megafp8.layers.parameters import local
 from megafp8.layers.rope import Rope, RopeScaling
 from megafp8.model.gpt import GPTStage
-from megafp8.numerics import Recipe, ScaleRegistry, writes_fp32
+from megafp8.numerics import CastObserver, Recipe, ScaleRegistry, writes_fp32
 from megafp8.parallel.fsdp import (
     Fp8ReduceScatter,
     Fp8Wires,
@@ -31,12 +31,12 @@ from megafp8.parallel.fsdp import (
 )
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import DeferredWeightGradients, PipelineRunner
-from megafp8.precision import PrecisionPlan
+from megafp8.precision import Precision, PrecisionPlan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Model:
     """This rank's part of the model.
 
@@ -51,6 +51,8 @@ class Model:
         backend: which backend made the layers, and why.
         scope: `Backend.scope`, for calling single layers.
         fp8_reductions: FP8 reductions of the blocks' gradients, which may hold residuals.
+        plan: the precision of every linear of the whole model at present.
+        user_buffers: of `--tp-comm-overlap`; None without.
     """
 
     stages: list[GPTStage]
@@ -62,6 +64,8 @@ class Model:
     backend: BackendChoice
     scope: Callable[[], AbstractContextManager[Any]]
     fp8_reductions: list[Fp8ReduceScatter]
+    plan: PrecisionPlan
+    user_buffers: UserBufferOptions | None = None
 
     @property
     def tied(self) -> bool:
@@ -78,6 +82,66 @@ class Model:
         for name, spec in self.copies.items():
             if spec.copy_of in self.parameters and name in self.parameters:
                 local(self.parameters[name]).copy_(local(self.parameters[spec.copy_of]))
+
+    def set_precision(
+        self, name: str, precision: Precision, reason: str = "switched between two steps"
+    ) -> None:
+        """Switch a linear to FP8 or to the compute dtype, on whichever stage holds it.
+
+        Call it on all ranks alike, between two training steps. No rank waits for another, and a
+        call that changes nothing does nothing. What follows the linear: its gathers and reductions
+        over tp and FSDP, the fused MLP around it, its attention core, and `plan`. What its weight
+        gradients, moments and masters are does not depend on it.
+
+        While it is not FP8 its tensors keep scales and windows. Back in FP8 it goes on with the
+        stored scales, which are also those that a run resumed from a checkpoint would find: one
+        rule, the same bits, and no look at the masters. Delayed scales lag one step in any case;
+        after a long while in between the first step may saturate more, and its amaxes enter the
+        windows. (Without state, scales are those of the tensors.)
+
+        Args:
+            name: canonical module name.
+            precision: "fp8" or the compute dtype, as "bf16".
+            reason: why, for the plan.
+
+        Raises:
+            PrecisionError: no linear has that name, it was not built with FP8, another precision
+                is asked for, or user buffers are there for FP8 alone. The same on all ranks.
+        """
+        plan = self.plan.switched(name, precision, reason)
+        if plan is self.plan:
+            return
+        if precision != "fp8" and self.user_buffers and not self.user_buffers.high_precision:
+            raise PrecisionError(
+                f"{name}: --tp-comm-overlap has made user buffers for FP8 alone, since all linears "
+                "of the plan were FP8; keep one in high precision, or drop --tp-comm-overlap"
+            )
+        self.plan = plan
+        blocks: Any = (b for stage in self.stages for b in stage.decoder.layers.values())
+        for block in blocks:
+            if name.startswith(f"{block.prefix}."):
+                block.switch(name, plan)
+
+    def observe_casts(self, observer: CastObserver | None) -> None:
+        """Call `observer(name, role, x, cast)` each time an FP8 linear of this rank casts.
+
+        `x` is the tensor in high precision, [tokens, features] or the weight [out, in] of this
+        rank, and `cast` the same in FP8; both are to be read at once and not kept. Called in
+        evaluation, too (`registry.recording` is False then), and under recompute twice. By default
+        there is none, which costs nothing.
+
+        - Native: each cast, a `QuantizedTensor`. A weight that stays gathered is cast once a step,
+          else in forward and in backward. Recipes with scales for rows or blocks cast along
+          features and along tokens: `cast.block` tells them apart.
+        - `x` is None where only the codes exist: SwiGLU and its gradient in the fused MLP (the
+          input of linear_fc2, the output gradient of linear_fc1), and a weight gathered as codes.
+        - TransformerEngine casts inside its modules. Each operand is cast once more for the
+          observer, by TE's quantizer, once a forward or backward; the input of a linear with a
+          folded norm is the native norm's. Such casts make collectives where scales are shared in
+          the cast (tensorwise with sequence parallelism): all ranks observe, or none.
+        """
+        if self.registry is not None:
+            self.registry.observer = observer
 
     def set_training(self, training: bool) -> None:
         """Switch dropout on or off."""
@@ -137,10 +201,8 @@ def build_model(
         registry.finalize(device)
     parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
     _check_built(shape, parameters, mesh)
-    tp_sequence = layout.tp if layout.sequence_parallel else 1
-    micro_batch = config.training.micro_batch_size
-    boundary = (shape.seq_length // tp_sequence, micro_batch, shape.hidden_size)
     waiting = [queue for queue in queues if queue is not None] or None
+    boundary = _boundary(config, shape, mesh)
     runner = PipelineRunner(stages, mesh, layout.schedule, boundary, dtype, waiting)
     return Model(
         stages=stages,
@@ -152,7 +214,15 @@ def build_model(
         backend=choice,
         scope=backend.scope,
         fp8_reductions=reductions,
+        plan=plan,
+        user_buffers=overlap,
     )
+
+
+def _boundary(config: RunConfig, shape: ModelShape, mesh: Mesh) -> tuple[int, int, int]:
+    """[s(/tp), b, h], what pipeline stages hand on."""
+    split = mesh.layout.tp if mesh.layout.sequence_parallel else 1
+    return shape.seq_length // split, config.training.micro_batch_size, shape.hidden_size
 
 
 def _fp32_weight_gradients(recipe: Recipe | None, choice: BackendChoice, mesh: Mesh) -> bool:

@@ -9,12 +9,13 @@ from megafp8.numerics.probe import missing_product
 from megafp8.numerics.products import cpu_products, linear, matmul, product_dtype
 from megafp8.numerics.quantize import QuantizedTensor, compute_amax, decode, quantize
 from megafp8.numerics.recipe import CORE_ROLES, ROLES, Recipe, Role
-from megafp8.numerics.registry import ScaleRegistry
+from megafp8.numerics.registry import CastObserver, ScaleRegistry
 
 __all__ = [
     "E4M3",
     "E5M2",
     "CORE_ROLES",
+    "CastObserver",
     "ROLES",
     "Fp8Format",
     "QuantizedTensor",

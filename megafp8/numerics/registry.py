@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,10 @@ from megafp8.numerics.formats import Fp8Format
 from megafp8.numerics.recipe import ALL_ROLES, Recipe, Role
 from megafp8.numerics.scales import next_scale
 from megafp8.numerics.windows import held_entries, moved_scale, same_scale, window_scale
+
+Cast = TypeVar("Cast")
+# Sees (module name, role, the high-precision tensor if there is one, its cast).
+CastObserver = Callable[[str, Role, Tensor | None, Any], None]
 
 
 class ScaleRegistry:
@@ -47,6 +52,7 @@ class ScaleRegistry:
         nonfinite: int64 [N], updates that saw a non-finite amax.
         frozen_steps: int64 [N], updates that kept the scale because of a non-finite amax.
         version: incremented whenever scales may have changed; keys a cache of casts.
+        observer: told of each cast by those who cast; None (then nothing is done) by default.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -54,6 +60,8 @@ class ScaleRegistry:
         self.keys: list[tuple[str, Role]] = []
         self.recording = True
         self.version = 0
+        self.observer: CastObserver | None = None
+        self._held: Tensor | None = None  # bool [N]
         self._index: dict[tuple[str, Role], int] = {}
         self._finalized = False
 
@@ -144,6 +152,24 @@ class ScaleRegistry:
         finally:
             self.recording = before
 
+    def observed(self, index: int, x: Tensor | None, cast: Cast) -> Cast:
+        """Show a cast of tensor `index` to the observer, if there is one, and return it."""
+        if self.observer is not None:
+            self.observer(*self.keys[index], x, cast)
+        return cast
+
+    def hold(self, module_name: str, held: bool) -> None:
+        """Keep the windows and scales of a module as they are, or let them move again.
+
+        For a module that runs in high precision for a while. Its tensors stay registered and stay
+        in checkpoints; whatever is recorded of them makes no entry.
+        """
+        mine = torch.tensor([module == module_name for module, _ in self.keys], dtype=torch.bool)
+        mine = mine.to(self.scale.device)
+        before = torch.zeros_like(mine) if self._held is None else self._held
+        now = before | mine if held else before & ~mine
+        self._held = now if bool(now.any()) else None
+
     def drop_pending(self) -> None:
         """Forget what this step recorded: a skipped step changes no scale.
 
@@ -197,6 +223,8 @@ class ScaleRegistry:
             self.pending_amax.zero_()
             self.version += 1
             return
+        if self._held is not None:
+            self.pending_amax.masked_fill_(self._held, 0.0)
         skip = self.recipe.nonfinite_amax == "skip"
         amax = torch.nan_to_num(self.pending_amax, nan=torch.inf, posinf=torch.inf)
         # One vector for all tensors of the rank: the number of collectives does not grow with

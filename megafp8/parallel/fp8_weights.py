@@ -99,12 +99,16 @@ class Fp8Weight(torch.Tensor):
         return QuantizedTensor(self.data8.view(fmt.dtype), registry.scale_inv_of(index), fmt)
 
 
-def gather_in_fp8(module: nn.Module, casts: Mapping[str, WeightCast]) -> None:
-    """Make FSDP2 gather the named parameters of a sharded module as FP8 codes."""
+def gather_in_fp8(module: nn.Module, casts: Mapping[str, WeightCast | None]) -> None:
+    """Make FSDP2 gather the named parameters of a sharded module as FP8 codes; None undoes it."""
     for name, cast in casts.items():
         parameter = module.get_parameter(name)
         assert isinstance(parameter, DTensor)
-        _attach(parameter._local_tensor, cast)
+        shard: Any = parameter._local_tensor
+        if cast is not None:
+            _attach(shard, cast)
+        else:
+            del shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather
 
 
 def _attach(shard: Any, cast: WeightCast) -> None:

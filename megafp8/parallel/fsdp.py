@@ -191,21 +191,49 @@ def shard_module(
     return reduction
 
 
+def change_gather(module: nn.Module, name: str, cast: WeightCast | None) -> None:
+    """Gather a parameter in another way from the next gather on; between two training steps.
+
+    FSDP2 keeps what it has made with the first gather, whose dtype is another one now (torch 2.13
+    has no public way to drop that): it is made again, as when the first gather is of this kind.
+
+    Args:
+        module: what `shard_module` was applied to.
+        name: of a parameter in it.
+        cast: how it is cast to FP8 codes; None to gather it in the compute dtype.
+    """
+    assert isinstance(module, FSDPModule)
+    module.reshard()  # evaluation may have left it gathered
+    parameter = module.get_parameter(name)
+    gather_in_fp8(module, {name: cast})
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for held in group.fsdp_params:
+            if held.sharded_param is not parameter:
+                continue
+            held.all_gather_outputs = []
+            held._init_extensions()
+            gathered = vars(held).pop("_unsharded_param", None)
+            if gathered is not None and gathered.grad_dtype == torch.float32:
+                take_fp32_gradients(module, name)
+
+
 def _count_replica_reduce(traffic: Traffic, replicas: int, tensor: Tensor) -> None:
     traffic.reduced("dp_all_reduce", tensor, replicas)
 
 
-def take_fp32_gradients(module: nn.Module) -> None:
+def take_fp32_gradients(module: nn.Module, only: str | None = None) -> None:
     """Let autograd hand this FSDP module's gradients over in fp32 instead of the compute dtype.
 
     FSDP2 reduces all gradients of a module in one buffer of one dtype, so this holds for all of its
-    parameters. It makes the gathered parameters when they are first used and keeps them, so they
-    are told in a hook after the first gather (torch 2.13; `grad_dtype` came with 2.10).
+    parameters (`only` names one whose others have been told before). It makes the gathered
+    parameters when they are first used and keeps them, so they are told in a hook after the first
+    gather (torch 2.13; `grad_dtype` came with 2.10).
     """
 
     # Gathered parameters do not exist before the first gather, which comes with the first forward.
     def tell(module: nn.Module, _: Any) -> None:
-        for parameter in module.parameters():
+        told = module.parameters() if only is None else [module.get_parameter(only)]
+        for parameter in told:
             parameter.grad_dtype = torch.float32
         handle.remove()
 

@@ -7,7 +7,7 @@ dry run prints what training will do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -66,6 +66,8 @@ class PrecisionPlan:
         dp_communication: what `--fp8-param-gather` and `--fp8-grad-reduce` come to.
         weight_gradients: what the weight gradients of FP8 linears are computed from.
         fp8_attention: whether attention cores between two FP8 linears run in FP8.
+        compute: what linears that are not FP8 compute in.
+        built: the plan that the model was built by, once linears were switched; else None.
     """
 
     linears: tuple[LinearPlan, ...]
@@ -74,6 +76,8 @@ class PrecisionPlan:
     dp_communication: str
     weight_gradients: str
     fp8_attention: bool = False
+    compute: Precision = "bf16"
+    built: PrecisionPlan | None = None
 
     @cached_property
     def _by_name(self) -> dict[str, LinearPlan]:
@@ -89,6 +93,38 @@ class PrecisionPlan:
             known = ", ".join(sorted({_module(item) for item in self.linears}))
             raise PrecisionError(f"plan: no linear is named {name!r}; modules are {known}")
         return self._by_name[name].precision
+
+    def switched(self, name: str, precision: Precision, reason: str) -> PrecisionPlan:
+        """Return the plan after a linear was switched; this one if it has that precision already.
+
+        Args:
+            name: of the linear.
+            precision: "fp8", only for a linear that the model was built with FP8 for, which then
+                has its record of that time back; or the compute dtype.
+            reason: why, for the record of a linear that leaves FP8.
+
+        Raises:
+            PrecisionError: There is no such linear, or it does not take that precision.
+        """
+        if precision == self.precision(name):
+            return self
+        built = self.built or self
+        record = built._by_name[name]
+        if precision == "fp8" and record.precision != "fp8":
+            raise PrecisionError(
+                f"{name}: found precision 'fp8', allowed {self.compute!r}: the plan has it in "
+                f"{record.precision} ({record.reason}), so that it has no FP8 scales"
+            )
+        if precision not in ("fp8", self.compute):
+            raise PrecisionError(
+                f"{name}: found precision {precision!r}, allowed 'fp8', {self.compute!r}"
+            )
+        if precision != record.precision:
+            record = replace(record, precision=precision, reason=reason)
+        linears = tuple(record if item.name == name else item for item in self.linears)
+        if linears == built.linears:
+            return built
+        return replace(self, linears=linears, built=built)
 
     def core_is_fp8(self, layer: int) -> bool:
         """Return whether the attention core of a block runs in FP8."""
@@ -183,6 +219,7 @@ def build_plan(config: RunConfig, shape: ModelShape, layout: Layout) -> Precisio
         _dp_communication(config, layout),
         _weight_gradients(config),
         config.precision.fp8_attention == "dpa",
+        compute,
     )
 
 

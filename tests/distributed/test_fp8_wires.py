@@ -215,7 +215,7 @@ def gathered_codes(flags: tuple[str, ...]) -> dict[str, bool]:
     for block in training.model.stages[0].decoder.layers.values():
         block.unshard()  # type: ignore[operator]
         for name, module in block.named_modules():
-            if not isinstance(module, linear.Fp8Linear):
+            if not isinstance(module, linear.NativeLinear):
                 continue
             gathered, spec = module.weight.to_local(), module.weight.placements[0]
             assert isinstance(gathered, Fp8Weight) and gathered.dtype == torch.bfloat16

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.layers import LinearOptions
-from megafp8.layers.native.linear import Fp8Linear
+from megafp8.layers.native.linear import NativeLinear
 from megafp8.numerics import (
     E4M3,
     E5M2,
@@ -48,7 +48,7 @@ def sqnr_db(wanted: Tensor, found: Tensor) -> float:
     return 20 * math.log10(float(wanted.norm()) / noise) if noise else math.inf
 
 
-def linears(recipe: str, **flags: Any) -> tuple[Fp8Linear, nn.Module]:
+def linears(recipe: str, **flags: Any) -> tuple[NativeLinear, nn.Module]:
     """One layer of each library with the same weight."""
     config = small_config(
         GPT2,
@@ -61,7 +61,7 @@ def linears(recipe: str, **flags: Any) -> tuple[Fp8Linear, nn.Module]:
         **flags,
     )
     context = layer_context(config)
-    ours = Fp8Linear(context, LinearOptions(NAME, "column", True, False))
+    ours = NativeLinear(context, LinearOptions(NAME, "column", True, False))
     ours.to(torch.bfloat16)
     assert context.registry is not None
     context.registry.finalize("cpu")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megafp8.layers import LayerContext, LinearOptions
-from megafp8.layers.native.linear import Fp8Linear, HighPrecisionLinear
+from megafp8.layers.native.linear import NativeLinear
 from megafp8.numerics import E4M3, E5M2, reference
 from tests.model.small import (
     FP8,
@@ -27,12 +27,10 @@ SCALES = {"input": 112.3, "weight": 1000.0, "grad_output": 37.7}
 
 def make_linear(
     fp8: bool = True, in_features: int = IN, out_features: int = OUT, cache: bool = True, **changes
-) -> tuple[Fp8Linear | HighPrecisionLinear, LayerContext]:
+) -> tuple[NativeLinear, LayerContext]:
     values = {**FP8, "hidden_size": in_features, "ffn_hidden_size": out_features, **changes}
     context = layer_context(small_config(GPT2, kv_channels=16, **values), cache_weights=cache)
-    linear = (Fp8Linear if fp8 else HighPrecisionLinear)(
-        context, LinearOptions(NAME, "column", fp8, False)
-    )
+    linear = NativeLinear(context, LinearOptions(NAME, "column", fp8, False))
     # As FSDP hands it over: gathered in bf16.
     linear.to(torch.bfloat16)
     assert context.registry is not None

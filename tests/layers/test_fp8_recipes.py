@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megafp8.layers import LayerContext, LinearOptions
-from megafp8.layers.native.linear import Fp8Linear
+from megafp8.layers.native.linear import NativeLinear
 from megafp8.numerics import (
     QuantizedTensor,
     Role,
@@ -45,12 +45,12 @@ EACH = pytest.mark.parametrize("recipe", RECIPES)
 
 def make_linear(
     recipe: str, in_features: int = IN, out_features: int = OUT, cache: bool = True, **changes: Any
-) -> tuple[Fp8Linear, LayerContext]:
+) -> tuple[NativeLinear, LayerContext]:
     values = {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": recipe.split()[0]}
     values |= {"hidden_size": in_features, "ffn_hidden_size": out_features, "kv_channels": 16}
     config = small_config(GPT2, **{**values, **RECIPES[recipe], **changes})
     context = layer_context(config, cache_weights=cache)
-    linear = Fp8Linear(context, LinearOptions(NAME, "column", True, False))
+    linear = NativeLinear(context, LinearOptions(NAME, "column", True, False))
     linear.to(torch.bfloat16)  # as FSDP hands it over
     assert context.registry is not None
     context.registry.finalize("cpu")
@@ -65,7 +65,7 @@ def problem(tokens: int = TOKENS, in_features: int = IN, out_features: int = OUT
     return x.bfloat16(), dy.bfloat16()
 
 
-def products(linear: Fp8Linear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+def products(linear: NativeLinear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     leaf = x.detach().requires_grad_(True)
     linear.weight.grad = None
     y = linear(leaf)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.layers.native.linear import Fp8Linear
+from megafp8.layers.native.linear import NativeLinear
 from megafp8.numerics import gemm
 from tests.layers import test_fp8_recipes as recipes
 from tests.layers.test_fp8_linear import IN, OUT, TOKENS, make_linear
@@ -28,7 +28,7 @@ def test_no_host_sync_in_a_step_of_a_linear(monkeypatch: pytest.MonkeyPatch, cac
     """On the meta device no value exists: whatever asks for one (item, cpu, float) raises."""
     monkeypatch.setattr(gemm, "native", lambda a, b: True)
     linear, context = make_linear(cache=cache, fp8_weight_amax="cast")
-    assert isinstance(linear, Fp8Linear)
+    assert isinstance(linear, NativeLinear)
     registry = context.registry
     assert registry is not None
     for name in ("scale", "scale_inv", "pending_amax", "amax_history", "nonfinite"):

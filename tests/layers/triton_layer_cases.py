@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megafp8.layers.mlp import Mlp
 from megafp8.layers.native import NativeBackend
-from megafp8.layers.native.linear import Fp8Linear
+from megafp8.layers.native.linear import NativeLinear
 from megafp8.numerics import QuantizedTensor
 from megafp8.numerics.kernels import choose_kernels
 from tests.layers import test_fp8_recipes as recipes
@@ -33,7 +33,7 @@ pytestmark = [
 def linear_results(kernels: str, **options: Any) -> dict[str, Tensor]:
     torch.manual_seed(7)
     linear, context = make_linear(**options)
-    assert isinstance(linear, Fp8Linear) and context.registry is not None
+    assert isinstance(linear, NativeLinear) and context.registry is not None
     if kernels == "triton":
         linear.operands.cast.kernels = choose_kernels("triton", "cpu")
     x, dy = problem()
@@ -58,7 +58,7 @@ def test_linear_is_the_same_bit_for_bit(cache: bool, wgrad: bool, weight_amax: s
 
 def test_input_is_kept_as_the_copy_that_wgrad_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, _ = make_linear()
-    assert isinstance(linear, Fp8Linear)
+    assert isinstance(linear, NativeLinear)
     linear.operands.cast.kernels = choose_kernels("triton", "cpu")
     saved: list[Tensor] = []
     x, dy = problem()
@@ -87,7 +87,10 @@ def test_input_is_kept_as_the_copy_that_wgrad_multiplies(monkeypatch: pytest.Mon
     )
 
 
-def mlp_results(kernels: str, cache: bool) -> tuple[dict[str, Tensor], bool]:
+def mlp_results(
+    kernels: str, cache: bool, fc2: tuple[str, ...] = ()
+) -> tuple[dict[str, Tensor], bool]:
+    """What an MLP gives after fc2 was switched; and whether it has a fused function."""
     config = small_config(LLAMA, **FP8)
     context = layer_context(config, cache_weights=cache, kernels=choose_kernels(kernels, "cpu"))
     torch.manual_seed(3)
@@ -99,6 +102,8 @@ def mlp_results(kernels: str, cache: bool) -> tuple[dict[str, Tensor], bool]:
     context.registry.scale_inv.fill_(1 / 64.0)
     for parameter in mlp.parameters():
         parameter.data.to_local().normal_(std=0.2)
+    for precision in fc2:
+        mlp.linear_fc2.set_precision(precision)
     x = torch.randn(8, 2, 32).bfloat16().requires_grad_(True)
     y = mlp(x)
     y.backward(torch.randn(8, 2, 32).bfloat16())
@@ -121,6 +126,17 @@ def test_fused_mlp_matches_the_separate_operations(cache: bool) -> None:
     assert_close(found["pending"], wanted["pending"], rtol=2.0**-7, atol=0)
 
 
+def test_fused_mlp_is_separate_while_a_linear_is_bf16() -> None:
+    (found, fused), (wanted, _) = (mlp_results(k, True, ("bf16",)) for k in ("triton", "eager"))
+    assert fused
+    assert_same_bytes(found, wanted)
+    (again, _), (never, _) = (
+        mlp_results("triton", True, ("bf16", "fp8")),
+        mlp_results("triton", True),
+    )
+    assert_same_bytes(again, never)
+
+
 def test_whole_training_steps_match() -> None:
     results = []
     for kernels in ("triton", "eager"):
@@ -137,7 +153,7 @@ def test_whole_training_steps_match() -> None:
 def test_tensor_parallel_gathers_get_their_columns() -> None:
     """What a gathered operand goes through, on one rank: codes and their transposed copy."""
     linear, _ = make_linear()
-    assert isinstance(linear, Fp8Linear)
+    assert isinstance(linear, NativeLinear)
     linear.operands.cast.kernels = choose_kernels("triton", "cpu")
     x, dy = problem()
     saved, full = linear.operands.enter("input", x, gather=True)

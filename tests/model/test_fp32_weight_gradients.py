@@ -33,3 +33,19 @@ def test_fp32_gradients(
     assert not torch.equal(exact, exact.bfloat16().float())
     for other in kept[0].keys() - {name}:
         assert kept[0][other].dtype == torch.float32
+
+
+def test_fp32_gradients_after_a_weight_is_gathered_in_another_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build, "writes_fp32", lambda *_: True)
+    run = start_run(small_config(GPT2, **FP8, fp8_param_gather=True, micro_batch_size=8))
+    name = "decoder.layers.0.mlp.linear_fc1"
+    run.train(range(1))
+    for precision in ("bf16", "fp8"):
+        run.model.set_precision(name, precision)
+        with kept_gradients(run) as found:
+            run.train(range(1))
+        gradient = found[0][f"{name}.weight"]
+        rounded = torch.equal(gradient, gradient.bfloat16().float())
+        assert rounded == (precision == "bf16")

@@ -9,16 +9,16 @@ from torch import Tensor
 from megafp8.config.recipes import GEMM_MULTIPLE
 from megafp8.errors import PrecisionError
 from megafp8.launch.dry_run import preflight
-from megafp8.layers.native.linear import Fp8Linear, HighPrecisionLinear
+from megafp8.layers.native.linear import NativeLinear
 from tests.model.small import FP8, GPT2, LLAMA, Run, micro_batches, small_config, start_run
 
 
-def linears(run: Run) -> dict[str, Fp8Linear | HighPrecisionLinear]:
+def linears(run: Run) -> dict[str, NativeLinear]:
     return {
         module.options.name: module
         for stage in run.model.stages
         for module in stage.modules()
-        if isinstance(module, (Fp8Linear, HighPrecisionLinear))
+        if isinstance(module, NativeLinear)
     }
 
 
@@ -37,9 +37,8 @@ def outputs_of(run: Run, name: str, batch: dict[str, Tensor]) -> Tensor:
 def test_first_and_last_layers_are_those_of_a_bf16_model():
     mixed = start_run(small_config(**FP8, num_layers=4, first_last_layers_bf16=True))
     plain = start_run(small_config(bf16=True, num_layers=4))
-    assert {name: type(module) for name, module in linears(mixed).items()} == {
-        name: HighPrecisionLinear if name.split(".")[2] in "03" else Fp8Linear
-        for name in linears(plain)
+    assert {name: module.precision for name, module in linears(mixed).items()} == {
+        name: "bf16" if name.split(".")[2] in "03" else "fp8" for name in linears(plain)
     }
     reason = next(item.reason for item in mixed.plan.linears if item.layer == 3)
     assert "--first-last-layers-bf16" in reason
@@ -58,8 +57,8 @@ def test_policy_keeps_a_linear_in_bf16(tmp_path: Path):
     policy.write_text("exclude: ['*.linear_fc2']\n")
     mixed = start_run(small_config(**FP8, precision_policy=str(policy)))
     plain = start_run(small_config(bf16=True))
-    kinds = {name: type(module) for name, module in linears(mixed).items()}
-    assert {n for n, kind in kinds.items() if kind is HighPrecisionLinear} == {
+    kinds = {name: module.precision for name, module in linears(mixed).items()}
+    assert {name for name, kind in kinds.items() if kind == "bf16"} == {
         "decoder.layers.0.mlp.linear_fc2",
         "decoder.layers.1.mlp.linear_fc2",
     }
@@ -87,7 +86,7 @@ def train_misfits(**changes):
     """Plan and losses of a model some of whose linears do not fit FP8's dimensions."""
     run = start_run(small_config(**{**FP8, **changes}))
     losses = [result.loss for result in run.train(range(2))]
-    return run.plan, losses, {name: type(module).__name__ for name, module in linears(run).items()}
+    return run.plan, losses, {name: module.precision for name, module in linears(run).items()}
 
 
 # FFN 24 and 40 as in a linear 32 -> 24; FFN 48 fits on one rank and is 24 on each of two.
@@ -115,7 +114,7 @@ def test_linears_that_do_not_fit_are_bf16_with_the_reason(ranks, size, changes, 
         assert item.precision == ("bf16" if kind in misfits else "fp8"), item
         assert misfits.get(kind, "") in item.reason
         assert fitting(item) == (item.precision == "fp8")
-        assert kinds[item.name] == ("Fp8Linear" if fitting(item) else "HighPrecisionLinear")
+        assert kinds[item.name] == item.precision
     assert all(4.0 < loss < 5.2 for loss in losses)
     for other in answers[1:]:
         assert other[0] == plan and other[2] == kinds, "one policy on all ranks"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megafp8.layers import LinearOptions
-from megafp8.layers.native.linear import Fp8Linear
+from megafp8.layers.native.linear import NativeLinear
 from tests.model.small import GPT2, layer_context, small_config
 from tests.support import te_cpu
 from tests.support.ranks import Ranks
@@ -91,7 +91,7 @@ def native(algorithm: str, margin: int) -> Trace:
     }
     config = small_config(GPT2, hidden_size=SIZE, ffn_hidden_size=SIZE, **flags)
     context = layer_context(config, cache_weights=False)
-    linear = Fp8Linear(context, LinearOptions(NAME, "column", True, False)).to(torch.bfloat16)
+    linear = NativeLinear(context, LinearOptions(NAME, "column", True, False)).to(torch.bfloat16)
     registry = context.registry
     assert registry is not None
     registry.finalize("cpu")

@@ -15,7 +15,7 @@ from torch import Tensor
 from megafp8.data.gpt_dataset import MockGPTDataset
 from megafp8.data.loader import BatchLoader
 from megafp8.evaluation import validation_loss
-from megafp8.layers.native.linear import Fp8Linear
+from megafp8.layers.native.linear import NativeLinear
 from megafp8.train.state import TrainState
 from tests.model.small import (
     FP8,
@@ -36,12 +36,12 @@ STEPS = 3
 BASE: dict[str, Any] = {**FP8, "clip_grad": 0.0, "lr": 1e-2}
 
 
-def fp8_linears(run: Run) -> dict[str, Fp8Linear]:
+def fp8_linears(run: Run) -> dict[str, NativeLinear]:
     return {
         module.options.name: module
         for stage in run.model.stages
         for module in stage.modules()
-        if isinstance(module, Fp8Linear)
+        if isinstance(module, NativeLinear) and module.precision == "fp8"
     }
 
 

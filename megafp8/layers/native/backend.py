@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megafp8.layers.backend import CoreOptions, LayerContext, LinearOptions, NormOptions
 from megafp8.layers.native.attention_core import SdpaCore
 from megafp8.layers.native.fused_mlp import can_fuse, fused_mlp
-from megafp8.layers.native.linear import Fp8Linear, HighPrecisionLinear
+from megafp8.layers.native.linear import NativeLinear
 from megafp8.layers.norms import make_norm
 
 
@@ -20,7 +20,7 @@ class NativeBackend:
 
     def linear(self, context: LayerContext, options: LinearOptions) -> nn.Module:
         """See `Backend.linear`."""
-        return (Fp8Linear if options.fp8 else HighPrecisionLinear)(context, options)
+        return NativeLinear(context, options)
 
     def norm(self, context: LayerContext, name: str, kind: str, epsilon: float) -> nn.Module:
         """See `Backend.norm`."""

@@ -70,7 +70,8 @@ class DelayedCasts:
         if not self.kernels.fused:
             if record and self.registry.recording:
                 self.registry.record(index, compute_amax(x, self.recipe.drops_nan))
-            return QuantizedTensor(quantize(x, scale, fmt), scale_inv, fmt)
+            made = QuantizedTensor(quantize(x, scale, fmt), scale_inv, fmt)
+            return self.registry.observed(index, x, made)
         # Imported here: it imports Triton.
         from megafp8.numerics.kernels.cast import cast
 
@@ -79,7 +80,8 @@ class DelayedCasts:
         codes, transposed = cast(
             x, scale, fmt, amax=pending, drop_nan=drop_nan, codes=rows, transposed=columns
         )
-        return _operand(codes, transposed, scale_inv, fmt)
+        made = _operand(codes, transposed, scale_inv, fmt)
+        return self.registry.observed(index, x, made)
 
     def swiglu(self, h: Tensor) -> QuantizedTensor:
         """Cast silu(gate) * up of h = [gate, up] [m, 2f] as an input, in one kernel, with columns.
@@ -93,7 +95,8 @@ class DelayedCasts:
         codes, transposed = swiglu_cast(
             h, scale, fmt, amax=pending, drop_nan=self.recipe.drops_nan, transposed=True
         )
-        return _operand(codes, transposed, self.registry.scale_inv_of(index), fmt)
+        made = _operand(codes, transposed, self.registry.scale_inv_of(index), fmt)
+        return self.registry.observed(index, None, made)
 
     def swiglu_backward(self, grad: Tensor, h: Tensor) -> QuantizedTensor:
         """Cast the gradient of SwiGLU's input [m, 2f] as a grad_output, with columns."""
@@ -104,7 +107,8 @@ class DelayedCasts:
         codes, transposed = swiglu_backward_cast(
             grad, h, scale, fmt, amax=pending, drop_nan=self.recipe.drops_nan, transposed=True
         )
-        return _operand(codes, transposed, self.registry.scale_inv_of(index), fmt)
+        made = _operand(codes, transposed, self.registry.scale_inv_of(index), fmt)
+        return self.registry.observed(index, None, made)
 
     def _pending(self, index: int) -> Tensor | None:
         return self.registry.pending_of(index) if self.registry.recording else None
@@ -147,18 +151,21 @@ class TensorwiseCasts(DelayedCasts):
             record_amax(x, amax)
         else:
             amax = compute_amax(x)
+        index = self.index[role]
         if record and self.registry.recording:
-            self.registry.record(self.index[role], amax)
+            self.registry.record(index, amax)
         if shared:
             # A MAX reduction may lose NaN; inf gives the same scale.
             amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf)
             self.tp.all_reduce(amax, "amax_all_reduce", dist.ReduceOp.MAX)
         fmt = self.recipe.format(role)
         if not self.kernels.fused:
-            return quantize_tensor(x, fmt, amax, self.recipe.power_of_2_scales)
+            made = quantize_tensor(x, fmt, amax, self.recipe.power_of_2_scales)
+            return self.registry.observed(index, x, made)
         scale = current_scale(amax, fmt, power_of_2=self.recipe.power_of_2_scales)
         codes, transposed = cast(x, scale, fmt, codes=rows, transposed=columns)
-        return _operand(codes, transposed, scale.reciprocal(), fmt)
+        made = _operand(codes, transposed, scale.reciprocal(), fmt)
+        return self.registry.observed(index, x, made)
 
 
 def _operand(

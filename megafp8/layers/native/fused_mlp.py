@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from megafp8.layers.native.casting import for_wgrad
-from megafp8.layers.native.linear import Fp8Linear
+from megafp8.layers.native.linear import NativeLinear
 from megafp8.layers.native.operands import Fp8Operands
 from megafp8.numerics import QuantizedTensor
 from megafp8.parallel.collectives import LINEAR_KINDS
@@ -26,9 +26,10 @@ def can_fuse(fc1: Any, fc2: Any, swiglu: bool) -> bool:
     """Whether the MLP of these two linears can be one node; decided once, at construction.
 
     It takes delayed FP8 in both, fused kernels, and no bias in between. Sequence parallelism would
-    have to gather operands between the products.
+    have to gather operands between the products. While one of them is switched to high precision
+    the operations are separate.
     """
-    if not swiglu or not (isinstance(fc1, Fp8Linear) and isinstance(fc2, Fp8Linear)):
+    if not swiglu or not (isinstance(fc1, NativeLinear) and isinstance(fc2, NativeLinear)):
         return False
     return fc1.bias is None and all(
         isinstance(linear.operands, Fp8Operands)
@@ -40,7 +41,7 @@ def can_fuse(fc1: Any, fc2: Any, swiglu: bool) -> bool:
     )
 
 
-def fused_mlp(x: Tensor, fc1: Fp8Linear, fc2: Fp8Linear) -> Tensor:
+def fused_mlp(x: Tensor, fc1: NativeLinear, fc2: NativeLinear) -> Tensor:
     """[s, b, h] -> [s, b, h]; without fc2's bias."""
     return _FusedMlpFunction.apply(x, fc1.weight, fc2.weight, fc1, fc2)
 
@@ -48,7 +49,7 @@ def fused_mlp(x: Tensor, fc1: Fp8Linear, fc2: Fp8Linear) -> Tensor:
 class _FusedMlpFunction(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w1: DTensor, w2: DTensor, fc1: Fp8Linear, fc2: Fp8Linear
+        ctx: Any, x: Tensor, w1: DTensor, w2: DTensor, fc1: NativeLinear, fc2: NativeLinear
     ) -> Tensor:
         ops1, ops2 = fc1.operands, fc2.operands
         assert isinstance(ops1, Fp8Operands) and isinstance(ops2, Fp8Operands)
@@ -98,5 +99,5 @@ class _FusedMlpFunction(Function):
         return dx, dw1, dw2, None, None
 
 
-def _wgrad(layer: Fp8Linear, dy: QuantizedTensor, x: QuantizedTensor) -> Callable[[], Tensor]:
+def _wgrad(layer: NativeLinear, dy: QuantizedTensor, x: QuantizedTensor) -> Callable[[], Tensor]:
     return lambda: layer.operands.wgrad(dy, x)

@@ -39,7 +39,7 @@ class GranularOperands(RegisteredOperands):
     The registry keeps no state for them; it hears every amax, so that a non-finite one is named.
     """
 
-    _cached: tuple[tuple[int, bool], GranularWeight] | None = None
+    _cached: tuple[tuple[int, bool], GranularWeight] | None
 
     def __repr__(self) -> str:
         def unit(role: Role, axis: Axis) -> str:
@@ -64,7 +64,7 @@ class GranularOperands(RegisteredOperands):
         if self.registry.recording:
             for amax in amaxes:
                 self.registry.record(self.index[role], amax)
-        return casts
+        return [self.registry.observed(self.index[role], x, cast) for cast in casts]
 
     def _by_blocks(
         self, role: Role, x: Tensor, blocks: Sequence[tuple[int, int]]

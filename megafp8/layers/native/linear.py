@@ -1,4 +1,4 @@
-"""Tensor-parallel linear layers: one autograd function, two kinds of operands (BF16/FP32 or FP8).
+"""The tensor-parallel linear: one autograd function, two kinds of operands (BF16/FP32 or FP8).
 
 Three GEMMs, letters: m tokens of the GEMM, k input features, n output features, all per rank.
 
@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from megafp8.config.recipes import RecipeSpec
+from megafp8.errors import PrecisionError
 from megafp8.layers.backend import LayerContext, LinearOptions
 from megafp8.layers.native.granular import GranularOperands
 from megafp8.layers.native.operands import (
@@ -44,7 +45,7 @@ class _LinearFunction(torch.autograd.Function):
     """y = x wT with the communication of the layer's mode; see the module docstring."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: DTensor, layer: "_TensorParallelLinear") -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: DTensor, layer: "NativeLinear") -> Tensor:
         operands, gathers = layer.operands, layer.gathers_input
         x_saved, x_full = operands.enter("input", x.reshape(-1, x.shape[-1]), gathers)
         w = operands.weight(weight.to_local().flatten(0, -2), "fprop")
@@ -95,11 +96,25 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, None
 
 
-class _TensorParallelLinear(nn.Module):
-    """What both precisions share: parameters, bias, communication by mode."""
+def _operands(recipe: RecipeSpec) -> type[Fp8Operands] | type[GranularOperands]:
+    if not recipe.per_tensor:
+        return GranularOperands
+    return Fp8Operands if recipe.stateful else TensorwiseOperands
+
+
+class NativeLinear(nn.Module):
+    """A tensor-parallel linear whose three GEMMs run in the compute dtype or, by recipe, in FP8.
+
+    Attributes:
+        precision: which of the two at present; see `SwitchableLayer`.
+        operands: of its GEMMs at present.
+        reduce_format: of its reduce-scatters over tp at present; None for the compute dtype.
+        weight_cast: how FSDP gathers the weight as FP8 codes while it is FP8; None if never.
+    """
 
     operands: Operands
-    reduce_format: Fp8Format | None = None  # of reduce-scatters, else the compute dtype
+    reduce_format: Fp8Format | None
+    weight_cast: WeightCast | None = None
 
     def __init__(self, context: LayerContext, options: LinearOptions) -> None:
         super().__init__()
@@ -111,6 +126,45 @@ class _TensorParallelLinear(nn.Module):
         self.bias = context.factory(f"{options.name}.bias") if options.bias else None
         self.gathers_input = self.sequence_parallel and options.mode == "column"
         self.gathers_grad = self.sequence_parallel and options.mode == "row"
+        self._high = HighPrecisionOperands(self.tp, context.compute_dtype)
+        self._fp8 = self._fp8_operands(context) if options.fp8 else None
+        self._fp8_reduce = E4M3 if context.fp8_reduce else None
+        if options.fp8 and context.fp8_param_gather:
+            assert context.registry is not None
+            index = context.registry.index_of(options.name, "weight")
+            self.weight_cast = WeightCast(context.registry, index)
+        self._use(context.precision(options.fp8))
+
+    def _fp8_operands(self, context: LayerContext) -> Fp8Operands | GranularOperands:
+        assert context.registry is not None and context.recipe is not None
+        return _operands(context.recipe.spec)(
+            self.options.name,
+            self.tp,
+            context.registry,
+            context.recipe,
+            fp8_gather=context.fp8_gather,
+            keeps_weight=context.cache_weights,
+            kernels=context.kernels,
+            wgrad_dtype=torch.float32 if context.fp32_wgrad else context.compute_dtype,
+        )
+
+    def set_precision(self, precision: str) -> None:
+        """See `SwitchableLayer.set_precision`."""
+        if precision == self.precision:
+            return
+        if self._fp8 is None:
+            raise PrecisionError(f"{self.options.name}: {self.precision} alone, without FP8 scales")
+        self._fp8.forget_weight()
+        self._fp8.registry.hold(self.options.name, precision != "fp8")
+        self._use(precision)
+
+    def _use(self, precision: str) -> None:
+        self.precision = precision
+        if precision == "fp8":
+            assert self._fp8 is not None
+            self.operands, self.reduce_format = self._fp8, self._fp8_reduce
+        else:
+            self.operands, self.reduce_format = self._high, None
 
     def reduce(
         self, partial: Tensor, kind: str, async_op: bool = False
@@ -136,61 +190,18 @@ class _TensorParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s(/tp), b, k] -> [s(/tp), b, n]; s is whole between a column and a row layer."""
+        if self.operands is self._high and self.tp.size == 1 and self.deferred is None:
+            return self._plain(x)
         y = _LinearFunction.apply(x, self.weight, self)
         if self.bias is not None:
             y = y + local(self.bias).flatten()
         return y
 
-    def extra_repr(self) -> str:
-        """Name, mode and what each role's tensors are."""
-        return f"{self.options.name}, {self.options.mode}, {self.operands!r}"
-
-
-class HighPrecisionLinear(_TensorParallelLinear):
-    """A linear in the compute dtype."""
-
-    def __init__(self, context: LayerContext, options: LinearOptions) -> None:
-        super().__init__(context, options)
-        self.operands = HighPrecisionOperands(self.tp, context.compute_dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """As the base; without tensor parallelism and deferral one plain product."""
-        if self.tp.size > 1 or self.deferred is not None:
-            return super().forward(x)
+    def _plain(self, x: Tensor) -> Tensor:
+        """One plain product: high precision without tensor parallelism and deferral."""
         bias = local(self.bias).flatten() if self.bias is not None else None
         return linear(x, local(self.weight).flatten(0, -2), bias)
 
-
-def _operands(recipe: RecipeSpec) -> type[Fp8Operands] | type[GranularOperands]:
-    if not recipe.per_tensor:
-        return GranularOperands
-    return Fp8Operands if recipe.stateful else TensorwiseOperands
-
-
-class Fp8Linear(_TensorParallelLinear):
-    """A linear whose three GEMMs run in FP8, by the recipe's operands.
-
-    Attributes:
-        weight_cast: how FSDP gathers the weight as FP8 codes; None if it gathers the compute dtype.
-    """
-
-    weight_cast: WeightCast | None = None
-
-    def __init__(self, context: LayerContext, options: LinearOptions) -> None:
-        super().__init__(context, options)
-        assert context.registry is not None and context.recipe is not None
-        self.operands = _operands(context.recipe.spec)(
-            options.name,
-            self.tp,
-            context.registry,
-            context.recipe,
-            fp8_gather=context.fp8_gather,
-            keeps_weight=context.cache_weights,
-            kernels=context.kernels,
-            wgrad_dtype=torch.float32 if context.fp32_wgrad else context.compute_dtype,
-        )
-        if context.fp8_reduce:
-            self.reduce_format = E4M3
-        if context.fp8_param_gather:
-            index = context.registry.index_of(options.name, "weight")
-            self.weight_cast = WeightCast(context.registry, index)
+    def extra_repr(self) -> str:
+        """Name, mode and what each role's tensors are."""
+        return f"{self.options.name}, {self.options.mode}, {self.operands!r}"

@@ -149,6 +149,11 @@ class RegisteredOperands:
         self.fp8_wgrad = recipe.fp8_wgrad
         self.kernels, self.wgrad_dtype = kernels, wgrad_dtype
         self.index: dict[Role, int] = {role: registry.register(name, role) for role in ROLES}
+        self._cached: Any = None  # (version of the registry, the weight in FP8) where it is kept
+
+    def forget_weight(self) -> None:
+        """Free the kept cast of the weight, if there is one."""
+        self._cached = None
 
     def wgrad(self, dy: QuantizedTensor | Tensor, x: QuantizedTensor | Tensor) -> Tensor:
         """[n, m] @ [m, k] -> [n, k], FP8 or both operands in high precision."""
@@ -164,7 +169,7 @@ class Fp8Operands(RegisteredOperands):
     """Operands with one scale a tensor: the registry's delayed ones."""
 
     casts: type[DelayedCasts] = DelayedCasts
-    _cached: tuple[tuple[int, bool], QuantizedTensor] | None = None
+    _cached: tuple[tuple[int, bool], QuantizedTensor] | None
 
     @cached_property
     def cast(self) -> DelayedCasts:
@@ -225,6 +230,7 @@ class Fp8Operands(RegisteredOperands):
         rows, columns = self.keeps_weight or use == "fprop", self.keeps_weight or use == "dgrad"
         if isinstance(w, Fp8Weight):  # gathered as codes
             cast = self.cast.with_columns(w.quantized()) if columns else w.quantized()
+            self.registry.observed(self.index["weight"], None, cast)
         else:
             observed = self.recipe.weight_amax == "cast" or not self.recipe.stateful
             cast = self.cast("weight", w, record=observed, rows=rows, columns=columns)

@@ -50,7 +50,7 @@ class TeCore(RegistryQuantizers, te.DotProductAttention):
             name=options.name,
         )
         self.options = options
-        self.attach(options.name, context.registry if options.fp8 else None, recipe, SLOTS)
+        self.attach(options.name, context, options.fp8, recipe, SLOTS)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key: MicroBatchKey) -> Tensor:
         """Attend; dropout on the weights follows the key and is off outside training.
@@ -72,7 +72,7 @@ class TeCore(RegistryQuantizers, te.DotProductAttention):
         except ValueError as error:
             if "No dot product attention backend" not in str(error):
                 raise
-            kind = "in FP8" if self.options.fp8 else f"in {q.dtype}"
+            kind = "in FP8" if self.precision == "fp8" else f"in {q.dtype}"
             raise PrecisionError(
                 f"{self.options.name}: TransformerEngine has no attention core {kind} for q "
                 f"{list(q.shape)}, k {list(k.shape)} here (NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says "
@@ -81,4 +81,5 @@ class TeCore(RegistryQuantizers, te.DotProductAttention):
 
     def extra_repr(self) -> str:
         """Name and precision."""
-        return f"{self.options.name}, {'fp8 delayed' if self.options.fp8 else 'high precision'}"
+        fp8 = self.precision == "fp8"
+        return f"{self.options.name}, {'fp8 delayed' if fp8 else 'high precision'}"

@@ -100,6 +100,10 @@ class KeptWeight:
         self._version: tuple[int, bool] | None = None
         self._payload: Float8Tensor | None = None
 
+    def forget(self) -> None:
+        """Free the cast."""
+        self._version = self._payload = None
+
     @torch.no_grad()
     def payload(self, weight: Tensor, quantizer: Any) -> Float8Tensor:
         """The weight of this version in FP8, made if need be.

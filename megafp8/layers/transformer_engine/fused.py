@@ -86,7 +86,11 @@ class TeNormLinear(LinearParameters, te.LayerNormLinear):
         self._show(local(norm.weight), None if norm.bias is None else local(norm.bias))
         try:
             with self.precision_context():
-                return self.finish(super().forward(x))
+                y = super().forward(x)
+                if self.observed:
+                    with torch.no_grad():
+                        self.show_casts(Norm.forward(norm, x), y)
+                return self.finish(y)
         finally:
             self._show(None, None)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megafp8.layers.backend import LayerContext, LinearOptions
 from megafp8.layers.parameters import local
-from megafp8.layers.transformer_engine.cached_weight import KeptWeight, ready_weight
+from megafp8.layers.transformer_engine.cached_weight import GatheredInFp8, KeptWeight, ready_weight
 from megafp8.layers.transformer_engine.deferred import DeferredWeightStore
 from megafp8.layers.transformer_engine.registry_quantizers import RegistryQuantizers, Slots
 from megafp8.layers.transformer_engine.user_buffers import NO_OVERLAP, Switches
@@ -45,8 +45,7 @@ class LinearParameters(RegistryQuantizers):
             self.bias = context.factory(f"{options.name}.bias")
         if context.deferred is not None:
             self.wgrad_store = DeferredWeightStore(context.deferred, lambda: self.weight)
-        assert context.registry is not None or not options.fp8
-        self.attach(options.name, context.registry if options.fp8 else None, recipe, SLOTS)
+        self.attach(options.name, context, options.fp8, recipe, SLOTS)
         self._kept: KeptWeight | None = None
         if self._registry is not None and self._registry.recipe.spec.per_tensor:
             self._kept = KeptWeight(self._registry) if context.cache_weights else None
@@ -54,6 +53,12 @@ class LinearParameters(RegistryQuantizers):
         if context.fp8_param_gather and self._registry is not None:
             index = self._registry.index_of(options.name, "weight")
             self.weight_cast = WeightCast(self._registry, index)
+
+    def set_precision(self, precision: str) -> None:
+        """See `SwitchableLayer.set_precision`."""
+        super().set_precision(precision)
+        if self._kept is not None:
+            self._kept.forget()
 
     def _get_weight_tensors(self) -> list[Tensor]:
         # fc1's [2, ffn/tp, h] is [2 * ffn/tp, h] to TE: its own [gate; up] layout.
@@ -74,6 +79,22 @@ class LinearParameters(RegistryQuantizers):
         if self.options.bias and not self.use_bias:
             y = y + local(self.bias).flatten()
         return y
+
+    def show_casts(self, x: Tensor, y: Tensor) -> None:
+        """Show the observer what a forward and its backward cast; see `show_cast`.
+
+        Args:
+            x: the input of the GEMM in high precision.
+            y: what TE gave.
+        """
+        (weight,) = self._get_weight_tensors()
+        self.show_cast("input", "scaling_fwd", 0, x)
+        if isinstance(weight, GatheredInFp8):
+            self.show_cast("weight", "scaling_fwd", 1, None, weight.quantized())
+        else:
+            self.show_cast("weight", "scaling_fwd", 1, weight)
+        if y.requires_grad:
+            y.register_hook(lambda dy: self.show_cast("grad_output", "scaling_bwd", 0, dy))
 
     def extra_repr(self) -> str:
         """Name, mode and what each role's tensors are."""
@@ -126,4 +147,7 @@ class TeLinear(LinearParameters, te.Linear):
         stay gathered `KeptWeight` does, else each micro-batch casts it, to the same bytes.
         """
         with self.precision_context():
-            return self.finish(super().forward(x))
+            y = super().forward(x)
+            if self.observed:
+                self.show_casts(x, y)
+            return self.finish(y)

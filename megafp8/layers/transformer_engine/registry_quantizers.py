@@ -18,13 +18,16 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import transformer_engine.pytorch as te
-from torch import nn
+from torch import Tensor, nn
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-from megafp8.numerics import Role, ScaleRegistry
+from megafp8.errors import PrecisionError
+from megafp8.layers.backend import LayerContext
+from megafp8.numerics import Role
 
 # TE's slots by direction ("scaling_fwd", "scaling_bwd"); None where the slot is not used.
 Slots = Mapping[str, tuple[Role | None, ...]]
@@ -37,16 +40,24 @@ class RegistryQuantizers(TransformerEngineBaseModule):
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
-    def attach(self, name: str, registry: ScaleRegistry | None, recipe: Any, slots: Slots) -> None:
+    precision: str  # at present; see `SwitchableLayer`
+
+    def attach(
+        self, name: str, context: LayerContext, fp8: bool, recipe: Any, slots: Slots
+    ) -> None:
         """Register the module's tensors; once, after TE's constructor.
 
         Args:
             name: canonical module name.
-            registry: of the stage; None for a module in high precision.
+            context: of the stage; its registry holds the scales.
+            fp8: whether the module can run in FP8, and starts so.
             recipe: TE's recipe of the run; None without FP8.
             slots: which roles TE's slots hold.
         """
+        registry = context.registry if fp8 else None
+        assert registry is not None or not fp8
         self.canonical_name, self._recipe, self._registry = name, recipe, registry
+        self.precision = context.precision(fp8)
         self._slots = slots
         # Quantizers by (slots, whether amaxes are recorded), made with the first FP8 forward.
         self._sets: dict[tuple[str, bool], list[Float8Quantizer]] = {}
@@ -60,6 +71,17 @@ class RegistryQuantizers(TransformerEngineBaseModule):
         # TE's mark of a module that is in its global buffers, with keys that are not there: it
         # is never added, and TE's reductions and updates run over empty lists.
         self.fp8_meta[FP8GlobalStateManager.get_buffer_info()] = [0, "none", 0, "none"]
+
+    def set_precision(self, precision: str) -> None:
+        """See `SwitchableLayer.set_precision`."""
+        if precision == self.precision:
+            return
+        if self._registry is None:
+            raise PrecisionError(
+                f"{self.canonical_name}: {self.precision} alone, without FP8 scales"
+            )
+        self._registry.hold(self.canonical_name, precision != "fp8")
+        self.precision = precision
 
     def set_meta_tensor(self, fwd: bool, recipe: Any) -> None:
         """Put quantizers over the registry's memory in place of TE's own."""
@@ -89,7 +111,7 @@ class RegistryQuantizers(TransformerEngineBaseModule):
 
     def precision_context(self) -> AbstractContextManager[Any]:
         """What TE's forward runs in: the stage's autocast for FP8, else a disabled one in it."""
-        if self._registry is None:
+        if self._registry is None or self.precision != "fp8":
             # The recipe is named, or TE would look up the default of this GPU.
             return (
                 te.autocast(enabled=False, recipe=self._recipe) if self._recipe else nullcontext()
@@ -100,9 +122,42 @@ class RegistryQuantizers(TransformerEngineBaseModule):
                 self.quantizers[key] = self._sets[key, self._registry.recording]
         return nullcontext()
 
+    @property
+    def observed(self) -> bool:
+        """Whether an observer wants to see the casts of this forward."""
+        registry = self._registry
+        return registry is not None and registry.observer is not None and self.precision == "fp8"
+
+    @torch.no_grad()
+    def show_cast(
+        self, role: Role, key: str, slot: int, x: Tensor | None, cast: Any = None
+    ) -> None:
+        """Show the observer x and its cast, which is made anew if it is not given.
+
+        TE casts inside its modules, where nothing is to be seen. Its quantizer gives the same codes
+        again; the set that records nothing leaves the registry as it is.
+
+        Args:
+            role: of x.
+            key: "scaling_fwd" or "scaling_bwd".
+            slot: TE's, of that direction.
+            x: in high precision.
+            cast: in FP8.
+        """
+        registry = self._registry
+        if registry is None or registry.observer is None:
+            return
+        if cast is None:
+            assert x is not None
+            quantizer = self._sets.get((key, False), self.quantizers[key])[slot].copy()
+            quantizer.internal = False
+            quantizer.set_usage(rowwise=True, columnwise=False)
+            cast = quantizer.quantize(x.detach().flatten(0, -2))
+        registry.observer(self.canonical_name, role, x, cast)
+
     def precision_repr(self) -> str:
         """What each role's tensors are."""
-        if self._registry is None:
+        if self._registry is None or self.precision != "fp8":
             return "high precision"
         recipe = self._registry.recipe
         forward, gradient = recipe.forward_format.name, recipe.gradient_format.name
