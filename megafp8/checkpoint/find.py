@@ -264,7 +264,6 @@ def verify_files(
     record: CheckpointRecord,
     *,
     checksums: bool = True,
-    part: tuple[int, int] = (0, 1),
 ) -> None:
     """Compare a checkpoint's files with its record.
 
@@ -272,8 +271,6 @@ def verify_files(
         directory: The checkpoint.
         record: Its record.
         checksums: Read the files and compare CRC-32 too, not sizes alone.
-        part: (rank, size): this rank's share of the checksums, so that ranks together read each
-            file once. Sizes are compared for all files.
 
     Raises:
         CheckpointError: a file is missing, has another size or other bytes; names it.
@@ -289,11 +286,9 @@ def verify_files(
             f"{Path(directory) / foreign[0]} is no file of this checkpoint: {RECORD_NAME} does not "
             "name it"
         )
-    if not checksums:
-        return
-    rank, ranks = part
-    for name in sorted(record.files)[rank::ranks]:
-        verify_file(directory, record, name)
+    if checksums:
+        for name in sorted(record.files):
+            verify_file(directory, record, name)
 
 
 def verify_file(directory: Path, record: CheckpointRecord, name: str) -> None:

@@ -14,10 +14,10 @@ from megafp8.checkpoint.files import crc32_of, reading
 from megafp8.checkpoint.find import find_checkpoint, foreign_files, read_record, size_problem
 from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, SHARED_PREFIX
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
 from megafp8.checkpoint.scale_checks import scale_problems
-from megafp8.checkpoint.streaming import WORKERS, TensorReader, bytes_of, in_order
-from megafp8.checkpoint.tensor_file import bytes_view
+from megafp8.checkpoint.tensors import WORKERS, bytes_of, bytes_view, in_order
 from megafp8.checkpoint.values import flaw
 from megafp8.errors import CheckpointError
 

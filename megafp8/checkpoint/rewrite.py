@@ -19,17 +19,11 @@ from megafp8.checkpoint.files import (
     write_atomically,
 )
 from megafp8.checkpoint.lock import FolderLock
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry
 from megafp8.checkpoint.save import commit, make_temporary
-from megafp8.checkpoint.streaming import (
-    BUFFER_BYTES,
-    Holding,
-    LayoutWriter,
-    TensorReader,
-    bytes_of,
-    crc32_of_tensor,
-    in_order,
-)
+from megafp8.checkpoint.streaming import Holding, LayoutWriter
+from megafp8.checkpoint.tensors import BUFFER_BYTES, bytes_of, crc32_of_tensor, in_order
 from megafp8.errors import CheckpointError
 
 

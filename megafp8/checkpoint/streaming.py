@@ -5,11 +5,9 @@ tensor and a buffer. Reading is DCP's own; the split of tensors over files is DC
 what each rank of the target layout would save.
 """
 
-import mmap
 import os
 import pickle
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,9 +15,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from isal.isal_zlib import crc32
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -27,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -37,18 +33,10 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megafp8.checkpoint.files import METADATA_NAME
-from megafp8.checkpoint.find import read_record, verify_files
-from megafp8.checkpoint.metadata import check_index
-from megafp8.checkpoint.reader import CheckpointReader
-from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
-from megafp8.checkpoint.tensor_file import buffer_of, view_tensor
+from megafp8.checkpoint.record import FileEntry, TensorEntry
+from megafp8.checkpoint.tensors import WORKERS, buffer_of, dtype_of
 from megafp8.checkpoint.writing import ChecksumStream
 from megafp8.errors import CheckpointError
-
-# Bytes of tensors that may be in memory at once; a larger tensor is alone there.
-BUFFER_BYTES = 64 * 2**20
-# Reading, checksums and writing release the interpreter's lock, so threads are enough.
-WORKERS = max(2, min(8, os.cpu_count() or 2))
 
 
 @dataclass(frozen=True)
@@ -72,160 +60,6 @@ class Box:
 
 # What one rank saves: name to its part, None for a tensor that it holds whole.
 Holding = Mapping[str, Box | None]
-
-
-def dtype_of(entry: TensorEntry) -> torch.dtype:
-    """Return the torch dtype of an entry.
-
-    Raises:
-        CheckpointError: torch has no dtype of that name.
-    """
-    dtype = getattr(torch, entry.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"dtype {entry.dtype!r} is not one of torch's")
-    return dtype
-
-
-def bytes_of(entry: TensorEntry) -> int:
-    """Return the bytes of a tensor's values."""
-    return torch.Size(entry.shape).numel() * dtype_of(entry).itemsize
-
-
-def crc32_of_tensor(tensor: Tensor) -> str:
-    """Return the CRC-32 of a tensor's bytes in row-major order, eight hexadecimal digits."""
-    return f"{crc32(buffer_of(tensor.contiguous())):08x}"
-
-
-class TensorReader:
-    """Reads the tensors of a complete checkpoint whole, whatever layout saved them. Thread-safe.
-
-    Attributes:
-        directory: the checkpoint.
-        record: its `megafp8.json`.
-    """
-
-    def __init__(self, directory: Path, record: CheckpointRecord) -> None:
-        """Open files that have been verified, or have just been written; see `open`."""
-        self.directory, self.record = Path(directory), record
-        self._reader = CheckpointReader(self.directory, record.files)
-        self._metadata = self._reader.read_metadata()
-        check_index(self.directory, record, self._metadata)
-
-    @classmethod
-    def open(cls, directory: Path, *, checksums: bool = True) -> "TensorReader":
-        """Verify a checkpoint and open it.
-
-        Args:
-            directory: a complete checkpoint.
-            checksums: read all files and compare their CRC-32, not sizes alone.
-
-        Raises:
-            CheckpointError: it is partial or damaged; the file is named.
-        """
-        directory = Path(directory).absolute()
-        record = read_record(directory)
-        verify_files(directory, record, checksums=False)
-        if checksums:
-            parts = max(1, min(WORKERS, len(record.files)))
-            with ThreadPoolExecutor(parts) as pool:
-                for done in [
-                    pool.submit(verify_files, directory, record, part=(part, parts))
-                    for part in range(parts)
-                ]:
-                    done.result()
-        return cls(directory, record)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
-        return sorted(self.record.tensors)
-
-    def entry(self, name: str) -> TensorEntry:
-        """Return a tensor's global shape and dtype."""
-        return self.record.tensors[name]
-
-    def file_of(self, name: str) -> Path:
-        """Return a file that holds a tensor, or part of it: for messages."""
-        places = self._metadata.storage_data or {}
-        found = (place for index, place in places.items() if index.fqn == name)
-        return self.directory / next(found).relative_path
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor whole, contiguous, on the CPU.
-
-        Raises:
-            CheckpointError: its parts cannot be read or are not what the record says.
-        """
-        try:
-            stored = self._metadata.state_dict_metadata[name]
-            assert isinstance(stored, TensorStorageMetadata)
-            whole = len(stored.chunks) == 1
-            return self._read_one_part(name, stored) if whole else self._read_parts(name)
-        except CheckpointError:
-            raise
-        except Exception as error:  # torch.load and DCP raise many types on damaged bytes
-            raise CheckpointError(
-                f"{self.directory} is damaged: no tensor is stored where {METADATA_NAME} says for "
-                f"{name} ({type(error).__name__})"
-            ) from error
-
-    def _read_one_part(self, name: str, stored: TensorStorageMetadata) -> Tensor:
-        """Return a tensor that is stored in one part, without the copy of `_read_parts`."""
-        entry, places = self.record.tensors[name], self._metadata.storage_data
-        assert places is not None
-        place = places[MetadataIndex(name, stored.chunks[0].offsets)]
-        with (self.directory / place.relative_path).open("rb") as file:
-            # Seen where the file is mapped: no memory to allocate and fill. Private, since torch
-            # wants it writable.
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            tensor = view_tensor(memoryview(mapped)[place.offset : place.offset + place.length])
-            if tensor is None:
-                part = self._reader._slice_file(file, place)
-                tensor = torch.load(part, map_location="cpu", weights_only=True)
-        if tensor.shape != entry.shape or tensor.dtype != dtype_of(entry):
-            raise CheckpointError(
-                f"{self.directory} is damaged: {name} is {tensor.dtype}{list(tensor.shape)}, its "
-                f"record says {entry.dtype}{list(entry.shape)}"
-            )
-        return tensor.contiguous()
-
-    def _read_parts(self, name: str) -> Tensor:
-        entry = self.record.tensors[name]
-        tensor = torch.empty(entry.shape, dtype=dtype_of(entry))
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner({name: tensor}, self._metadata, is_coordinator=True)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
-        return tensor
-
-
-def in_order(
-    items: Iterable[tuple[Any, int]],
-    work: Callable[[Any], Any],
-    budget: int = BUFFER_BYTES,
-) -> Iterator[Any]:
-    """Do `work` on items in threads and yield the results in the items' order.
-
-    Args:
-        items: (argument of `work`, bytes that its result holds).
-        work: called in a thread.
-        budget: bytes of results that may wait or be worked on; one larger item goes alone.
-    """
-    waiting: deque[tuple[Future[Any], int]] = deque()
-    held = 0
-    with ThreadPoolExecutor(WORKERS) as pool:
-        try:
-            for item, size in items:
-                while waiting and (held + size > budget or len(waiting) >= 4 * WORKERS):
-                    future, done = waiting.popleft()
-                    yield future.result()
-                    held -= done
-                waiting.append((pool.submit(work, item), size))
-                held += size
-            while waiting:
-                yield waiting.popleft()[0].result()
-        finally:
-            for future, _ in waiting:
-                future.cancel()
 
 
 def plan_shards(
