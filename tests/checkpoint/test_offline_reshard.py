@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-import megafp8.checkpoint.streaming as streaming
+import megafp8.checkpoint.writing as writing
 from megafp8.checkpoint import FORMAT_VERSION, find_checkpoint, load_tensors, read_record
 from megafp8.checkpoint.convert.run import ConvertOptions, convert
 from megafp8.checkpoint.files import is_being_read
@@ -350,7 +350,7 @@ def test_a_lost_weight_is_refused(source: Path, tmp_path: Path) -> None:
 def test_a_value_lost_on_the_way_is_noticed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compact = streaming.compact
+    compact = writing.compact
 
     def lossy(part: Tensor) -> Tensor:
         part = compact(part).clone()
@@ -358,7 +358,7 @@ def test_a_value_lost_on_the_way_is_noticed(
             part[-1] = 0.0
         return part
 
-    monkeypatch.setattr(streaming, "compact", lossy)
+    monkeypatch.setattr(writing, "compact", lossy)
     with pytest.raises(CheckpointError, match="not conserved: .*layernorm.weight"):
         reshard_checkpoint(source, tmp_path / "new", TargetLayout())
     assert list(tmp_path.iterdir()) == []
