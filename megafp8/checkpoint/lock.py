@@ -67,10 +67,7 @@ class FolderLock:
                 if not here and self._moves(owner, sign):
                     raise self._refusal(owner)
                 _logger.warning(
-                    "%s was left by process %s on %s, which is gone: taking it over",
-                    self.path,
-                    owner.get("pid"),
-                    owner.get("host"),
+                    "%s was left by %s, which is gone: taking it over", self.path, _named(owner)
                 )
             since = time.strftime("%Y-%m-%d %H:%M:%S")
             mine = {"token": self._token, "host": _host(), "pid": os.getpid(), "since": since}
@@ -129,9 +126,8 @@ class FolderLock:
 
     def _refusal(self, owner: Owner) -> CheckpointError:
         return CheckpointError(
-            f"{self.path.parent} is in use by another job (process {owner.get('pid')} on "
-            f"{owner.get('host')}, since {owner.get('since')}); give another --save, or "
-            f"end that job first"
+            f"{self.path.parent} is in use by another job ({_named(owner)}, since "
+            f"{owner.get('since')}); give another --save, or end that job first"
         )
 
     def _look(self) -> tuple[Owner | None, tuple[int, str]]:
@@ -157,13 +153,8 @@ class FolderLock:
 
     def _moves(self, owner: Owner, sign: tuple[int, str]) -> bool:
         """Tell whether an owner gives a sign of life within `stale` seconds."""
-        _logger.info(
-            "%s is held by process %s on %s: waiting up to %g s for a sign of life",
-            self.path,
-            owner.get("pid"),
-            owner.get("host"),
-            self.stale,
-        )
+        message = "%s is held by %s: waiting up to %g s for a sign of life"
+        _logger.info(message, self.path, _named(owner), self.stale)
         limit = time.monotonic() + self.stale
         while time.monotonic() < limit:
             time.sleep(self.beat / 5)
@@ -188,20 +179,20 @@ class FolderLock:
     def _renew(self) -> str:
         """Give a sign of life, or set `lost`; return what was in the way, if anything was."""
         try:
-            owner, (_, text) = self._look()
+            owner, _ = self._look()
             if owner is not None and owner.get("token") == self._token:
                 os.utime(self.path)
                 return ""
+            if owner == {} or (owner is None and self.path.exists()):
+                return "its content is damaged"  # as where another job is just writing it
         except OSError as error:  # no sign that it is another's
             return str(error)
-        if owner == {} or (owner is None and self.path.exists()):
-            return "its content is damaged"  # as where another job is just writing it
-        now = owner or {}
-        self.lost = (
-            f"{self.path} was taken away from this job by process {now.get('pid')} on "
-            f"{now.get('host')}, or removed"
-        )
+        self.lost = f"{self.path} was taken away from this job by {_named(owner or {})}, or removed"
         return ""
+
+
+def _named(owner: Owner) -> str:
+    return f"process {owner.get('pid')} on {owner.get('host')}"
 
 
 def _host() -> str:
