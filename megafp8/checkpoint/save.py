@@ -34,8 +34,8 @@ from megafp8.checkpoint.files import (
     write_atomically,
 )
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
-from megafp8.checkpoint.staging import Staged, merge_entries, stage
-from megafp8.checkpoint.writing import Box, ShardFile, plan_shards, write_index
+from megafp8.checkpoint.snapshot import Staged, merge_entries, stage
+from megafp8.checkpoint.writer import Box, ShardFile, plan_shards, write_index
 from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 import megafp8.checkpoint.save as save_module
 from megafp8.checkpoint import find_checkpoint, load_tensors, read_record, save_checkpoint
-from megafp8.checkpoint.writing import ChecksumStream, ShardFile
+from megafp8.checkpoint.writer import ChecksumStream, ShardFile
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import record
 from tests.support.disks import small_disk

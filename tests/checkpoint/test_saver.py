@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megafp8.checkpoint.save as save_module
-import megafp8.checkpoint.writing as writing
+import megafp8.checkpoint.writer as writer
 from megafp8.checkpoint import Saver, find_checkpoint, load_tensors, save_checkpoint
 from megafp8.checkpoint.files import is_being_read, reading
-from megafp8.checkpoint.writing import ShardFile
+from megafp8.checkpoint.writer import ShardFile
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import build, differing, record
 from tests.checkpoint.test_save_faults import model, names, value_in
@@ -224,7 +224,7 @@ def test_an_interrupt_inside_a_save_is_no_failed_save(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    places = {"append": ShardFile, "crc32": writing}  # torch's zip writer calls the latter from C++
+    places = {"append": ShardFile, "crc32": writer}  # torch's zip writer calls the latter from C++
     monkeypatch.setattr(places.get(step, save_module), step, interrupted)
     reports: list[object] = []
     saver = Saver(report=lambda *report: reports.append(report))

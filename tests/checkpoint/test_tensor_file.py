@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from megafp8.checkpoint import CheckpointRecord, FileEntry, load_tensors, save_checkpoint
 from megafp8.checkpoint.inspect import compare_checkpoints
+from megafp8.checkpoint.offline import write_streaming
 from megafp8.checkpoint.reader import TensorReader
-from megafp8.checkpoint.rewrite import write_streaming
 from megafp8.checkpoint.tensors import bytes_view, entry_of
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import record

@@ -49,7 +49,7 @@ def signal_to_self(rank: int, where: str, number: int, times: int = 1) -> None:
         return
     import megafp8.train.loop as loop
     import megafp8.train.run as run
-    from megafp8.checkpoint.writing import ShardFile
+    from megafp8.checkpoint.writer import ShardFile
     from megafp8.train.step import TrainingStep
 
     sent = []

@@ -3,7 +3,9 @@
 from tests.tools.mutant_table.mutant import Mutant
 
 FIND, LOCK, SAVE = (f"megafp8/checkpoint/{name}.py" for name in ("find", "lock", "save"))
-SAVER, LOAD, RANKS = (f"megafp8/checkpoint/{name}.py" for name in ("saver", "load", "rank_scales"))
+SAVER, LOAD, RANKS = (
+    f"megafp8/checkpoint/{name}.py" for name in ("background", "load", "rank_scales")
+)
 TEST_LOCK, TEST_SAVER = "checkpoint/test_folder_lock.py", "checkpoint/test_saver.py"
 TEST_SAVE = "checkpoint/test_save_faults.py"
 
@@ -76,7 +78,7 @@ CHECKPOINT = (
     ),
     Mutant(
         "live tensors are written beside training",
-        "megafp8/checkpoint/staging.py",
+        "megafp8/checkpoint/snapshot.py",
         "        data = _copy(data, buffers)\n",
         "        pass\n",
         "--async-save stores a mixture of two iterations",

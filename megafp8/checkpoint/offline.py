@@ -35,7 +35,7 @@ from megafp8.checkpoint.tensors import (
     entry_of,
     in_order,
 )
-from megafp8.checkpoint.writing import Box, Holding, ShardFile, plan_shards, write_index
+from megafp8.checkpoint.writer import Box, Holding, ShardFile, plan_shards, write_index
 from megafp8.errors import CheckpointError
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megafp8.checkpoint.agree import describe
 from megafp8.checkpoint.record import CheckpointRecord
 from megafp8.checkpoint.save import save_checkpoint, write_checkpoint
-from megafp8.checkpoint.staging import Staged, stage
+from megafp8.checkpoint.snapshot import Staged, stage
 from megafp8.errors import CheckpointError
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megafp8.checkpoint.record import TensorEntry
 from megafp8.checkpoint.tensors import entry_of
-from megafp8.checkpoint.writing import Box
+from megafp8.checkpoint.writer import Box
 from megafp8.errors import CheckpointError
 
 
