@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 
 from megafp8.checkpoint.holdings import plan_holdings  # noqa: E402
+from megafp8.checkpoint.offline import write_streaming  # noqa: E402
 from megafp8.checkpoint.record import CheckpointRecord, TensorEntry  # noqa: E402
 from megafp8.checkpoint.reshard import (  # noqa: E402
     TargetLayout,
@@ -30,7 +31,6 @@ from megafp8.checkpoint.reshard import (  # noqa: E402
     reshard_checkpoint,
     target_run,
 )
-from megafp8.checkpoint.rewrite import write_streaming  # noqa: E402
 from megafp8.config import ModelShape, RunConfig  # noqa: E402
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "reshard_checkpoint.py"

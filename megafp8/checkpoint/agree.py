@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megafp8.errors import CheckpointError, MegaFP8Error
 
@@ -101,9 +100,3 @@ def join_failures(failures: dict[int, str], size: int) -> str:
         numbers = ", ".join(str(rank) for rank in owners)
         parts.append(text if everyone else f"{where} {numbers}: {text}")
     return "; ".join(parts)
-
-
-def describe_dcp(failure: CheckpointException, size: int) -> str:
-    """Return the failures inside DCP's own collective exception as one line."""
-    texts = {rank: describe(error) for rank, (error, _) in failure.failures.items()}
-    return join_failures(texts, size)

@@ -2,7 +2,7 @@
 
 import os
 import stat
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from megafp8.checkpoint.files import (
@@ -18,16 +18,13 @@ from megafp8.checkpoint.files import (
     replaced_iteration,
 )
 from megafp8.checkpoint.kinds import folders_that_do, other_program
-from megafp8.checkpoint.record import CheckpointRecord
+from megafp8.checkpoint.record import CheckpointRecord, FileEntry
 from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
 
 _logger = get_logger(__name__)
 
 _FINDS = 10  # a checkpoint that is deleted once it is found again and again is no coincidence
-_LATEST_BYTES = 200  # a name is shorter
-# What is larger than a million tensors make it is no record, and reading it would fill the memory.
-_RECORD_BYTES = 2**28
 
 
 def find_checkpoint(load_dir: Path, *, to_load: bool = True) -> Path | None:
@@ -82,98 +79,80 @@ def find_to_read(load_dir: Path, held: ExitStack) -> Path | None:
 
 def _find(load_dir: Path, to_load: bool) -> Path | None:
     if load_dir.exists() and not load_dir.is_dir():
-        raise CheckpointError(f"{load_dir} is a file, expected a directory{_folder_of(load_dir)}")
-    if iteration_of(load_dir.name) is not None or is_complete(load_dir):
-        return _exactly(load_dir)
+        folder = load_dir.parent  # `latest` lies beside checkpoints, other files in one
+        usable = is_complete(folder) or _survey(folder)[1]
+        advised = f"; give its folder: {folder}" if usable else ""
+        raise CheckpointError(f"{load_dir} is a file, expected a directory{advised}")
+    if is_complete(load_dir):
+        return load_dir
+    if iteration_of(load_dir.name) is not None:
+        state = f"is partial (no {RECORD_NAME})" if load_dir.is_dir() else "does not exist"
+        raise CheckpointError(f"{load_dir} {state}{advice(load_dir)}")
     if not load_dir.is_dir():
         return None
     partial, complete = _survey(load_dir)
     if partial and not complete:
         # A run with `--keep-last 1` may have replaced its only one while the folder was listed.
         partial, complete = _survey(load_dir)
-    for path in partial if to_load else ():  # a run asks for both: said once
+    for path in partial if to_load else ():
         _logger.warning("checkpoint %s is partial (no %s): skipped", path, RECORD_NAME)
     named, state = _read_latest(load_dir)
-    if not complete:
-        if to_load and not partial:
-            _refuse_what_is_meant_otherwise(load_dir)
-        if named is not None or any(iteration_of(path.name) is not None for path in partial):
-            found = ", ".join(path.name for path in partial) or f"{LATEST_NAME}, which {state}"
-            do = "give another --load, or an empty directory to start fresh"
-            if not to_load:
-                do = "give another --save, or remove what is partial there"
-            raise CheckpointError(f"{load_dir} holds no usable checkpoint, found {found}; {do}")
-        return None
-    newest = complete[max(complete)]
-    wanted = None if named is None else iteration_of(named)
-    if wanted in complete:
-        return complete[wanted]
-    _logger.warning(
-        "%s %s: taking %s, the newest complete checkpoint",
-        load_dir / LATEST_NAME,
-        state,
-        newest,
-    )
-    return newest
-
-
-def _folder_of(file: Path) -> str:
-    """Return which folder to give instead of a file in it, as the end of a message."""
-    folder = file.parent
-    # `latest` lies beside checkpoints, shards and the record lie in one.
-    usable = is_complete(folder) or bool(_survey(folder)[1])
-    return f"; give its folder: {folder}" if usable else ""
+    if complete:
+        wanted = iteration_of(named or "")
+        if wanted in complete:
+            return complete[wanted]
+        newest = complete[max(complete)]
+        _logger.warning(
+            "%s %s: taking %s, the newest complete checkpoint",
+            load_dir / LATEST_NAME,
+            state,
+            newest,
+        )
+        return newest
+    if to_load and not partial:
+        _refuse_what_is_meant_otherwise(load_dir)
+    if named is not None or any(iteration_of(path.name) is not None for path in partial):
+        found = ", ".join(path.name for path in partial) or f"{LATEST_NAME}, which {state}"
+        do = "give another --load, or an empty directory to start fresh"
+        if not to_load:
+            do = "give another --save, or remove what is partial there"
+        raise CheckpointError(f"{load_dir} holds no usable checkpoint, found {found}; {do}")
+    return None
 
 
 def _refuse_what_is_meant_otherwise(folder: Path) -> None:
     """Starting fresh would be wrong where a folder holds a model that is not found by our names."""
     within = folder / "checkpoints"
     shards = next(folder.glob("*.distcp"), None) or folder / METADATA_NAME
-    other = other_program(folder)
-    if other:
-        reason = other
-    elif shards.exists():
+    reason = other_program(folder)
+    if not reason and shards.exists():
         reason = f", found {shards.name} and no {RECORD_NAME}; copy it again, whole"
-    elif within.is_dir() and _survey(within)[1]:
+    elif not reason and within.is_dir() and _survey(within)[1]:
         reason = f"; {folders_that_do([within])}"
-    else:
-        return
-    raise CheckpointError(f"{folder} holds no checkpoint{reason}")
-
-
-def _exactly(directory: Path) -> Path:
-    if is_complete(directory):
-        return directory
-    if directory.is_dir():
-        state = f"is partial (no {RECORD_NAME})"
-    else:
-        state = "does not exist"
-    raise CheckpointError(f"{directory} {state}{advice(directory)}")
+    if reason:
+        raise CheckpointError(f"{folder} holds no checkpoint{reason}")
 
 
 def _survey(load_dir: Path) -> tuple[list[Path], dict[int, Path]]:
     """Return a folder's partial checkpoints, and its complete ones by iteration."""
     partial: list[Path] = []
     complete: dict[int, Path] = {}
-    replaced: dict[int, Path] = {}
     for path in sorted(load_dir.iterdir()):
         iteration, former = iteration_of(path.name), replaced_iteration(path.name)
         if is_temporary(path.name) or (iteration is not None and not is_complete(path)):
             partial.append(path)
-        elif iteration is not None:
-            complete[iteration] = path
         elif former is not None and is_complete(path):
-            replaced[former] = path
-    for iteration, path in replaced.items():
-        # A save of the same iteration was killed between its two renames.
-        if not load_dir.joinpath(iteration_name(iteration)).exists():
+            # A save of the same iteration may have been killed between its two renames.
+            if not path.with_name(iteration_name(former)).exists():
+                complete[former] = path
+        elif iteration is not None:
             complete[iteration] = path
     return partial, complete
 
 
 def _read_latest(load_dir: Path) -> tuple[str | None, str]:
     """Return what `latest` names, None if there is none, and its state in words."""
-    path, name = load_dir / LATEST_NAME, ""
+    path = load_dir / LATEST_NAME
     if not os.path.lexists(path):
         return None, "is missing"
     if path.is_symlink() and path.is_dir():  # a hand-made one, as other programs write it
@@ -182,8 +161,7 @@ def _read_latest(load_dir: Path) -> tuple[str | None, str]:
     elif not path.is_file():
         return "", "is no file"
     else:
-        with path.open("rb") as file:
-            name = file.read(_LATEST_BYTES).decode(errors="replace").strip()
+        name = path.read_text(encoding="utf-8", errors="replace").strip()
     return name, f"names {name!r}, which is no complete checkpoint"
 
 
@@ -198,18 +176,11 @@ def advice(directory: Path) -> str:
     except OSError:  # what is wrong with the others must not hide what is wrong with this one
         return ""
     for _, path in sorted(complete.items(), reverse=True):
-        if path != directory and _sizes_fit(path):
-            return f"; use --load {path} instead"
+        if path != directory:
+            with suppress(CheckpointError):
+                verify_files(path, _read_record(path), checksums=False)
+                return f"; use --load {path} instead"
     return f"; no other complete checkpoint in {parent}"
-
-
-def _sizes_fit(directory: Path) -> bool:
-    try:
-        record = _read_record(directory)
-        verify_files(directory, record, checksums=False)
-    except CheckpointError:
-        return False
-    return True
 
 
 def read_record(directory: Path) -> CheckpointRecord:
@@ -227,11 +198,7 @@ def read_record(directory: Path) -> CheckpointRecord:
 def _read_record(directory: Path) -> CheckpointRecord:
     path = Path(directory) / RECORD_NAME
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > _RECORD_BYTES:
-                raise CheckpointError(f"{path} has {size} bytes, allowed up to {_RECORD_BYTES}")
-            text = file.read(_RECORD_BYTES).decode()
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise CheckpointError(f"{directory} is no complete checkpoint: no {RECORD_NAME}") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -239,60 +206,60 @@ def _read_record(directory: Path) -> CheckpointRecord:
     return CheckpointRecord.from_json(text, path)
 
 
+def file_problem(
+    directory: Path, name: str, entry: FileEntry, *, checksum: bool = True
+) -> str | None:
+    """Return what is wrong with a checkpoint's file; None if nothing is.
+
+    Args:
+        directory: The checkpoint.
+        name: Of the file.
+        entry: What its record says of it.
+        checksum: Read it and compare CRC-32, not its size alone.
+    """
+    path = Path(directory) / name
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return f"is no file, expected one of {entry.size} bytes"
+        if status.st_size != entry.size:
+            return f"has {status.st_size} bytes, expected {entry.size}"
+        if checksum and (found := crc32_of(path)) != entry.crc32:
+            return f"is damaged: crc32 {found}, expected {entry.crc32}"
+    except FileNotFoundError:
+        return f"is missing, expected {entry.size} bytes"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return None
+
+
 def foreign_files(directory: Path, record: CheckpointRecord) -> list[str]:
     """Return the names of shards in a checkpoint's folder that its record does not name."""
     return sorted({path.name for path in Path(directory).glob("*.distcp")} - set(record.files))
 
 
-def size_problem(path: Path, expected: int) -> str | None:
-    """Return what is wrong with a file as its name and size tell; None if nothing is."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return f"is missing, expected {expected} bytes"
-    except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
-    if not stat.S_ISREG(status.st_mode):
-        return f"is no file, expected one of {expected} bytes"
-    if status.st_size != expected:
-        return f"has {status.st_size} bytes, expected {expected}"
-    return None
-
-
-def verify_files(
-    directory: Path,
-    record: CheckpointRecord,
-    *,
-    checksums: bool = True,
-    part: tuple[int, int] = (0, 1),
-) -> None:
+def verify_files(directory: Path, record: CheckpointRecord, *, checksums: bool = True) -> None:
     """Compare a checkpoint's files with its record.
 
     Args:
         directory: The checkpoint.
         record: Its record.
         checksums: Read the files and compare CRC-32 too, not sizes alone.
-        part: (rank, size): this rank's share of the checksums, so that ranks together read each
-            file once. Sizes are compared for all files.
 
     Raises:
         CheckpointError: a file is missing, has another size or other bytes; names it.
     """
     for name, entry in record.files.items():
-        path = Path(directory) / name
-        problem = size_problem(path, entry.size)
+        problem = file_problem(directory, name, entry, checksum=False)
         if problem is not None:
-            raise CheckpointError(f"{path} {problem}")
+            raise CheckpointError(f"{Path(directory) / name} {problem}")
     foreign = foreign_files(directory, record)
     if foreign:
         raise CheckpointError(
             f"{Path(directory) / foreign[0]} is no file of this checkpoint: {RECORD_NAME} does not "
             "name it"
         )
-    if not checksums:
-        return
-    rank, ranks = part
-    for name in sorted(record.files)[rank::ranks]:
+    for name in sorted(record.files) if checksums else ():
         verify_file(directory, record, name)
 
 
@@ -302,11 +269,8 @@ def verify_file(directory: Path, record: CheckpointRecord, name: str) -> None:
     Raises:
         CheckpointError: as `verify_files`.
     """
-    path = Path(directory) / name
     if name not in record.files:
         raise CheckpointError(f"{Path(directory) / RECORD_NAME} is damaged: it lacks {name}")
-    found = crc32_of(path)
-    if found != record.files[name].crc32:
-        raise CheckpointError(
-            f"{path} is damaged: crc32 {found}, expected {record.files[name].crc32}"
-        )
+    problem = file_problem(directory, name, record.files[name])
+    if problem is not None:
+        raise CheckpointError(f"{Path(directory) / name} {problem}")

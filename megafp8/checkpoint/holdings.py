@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX
 from megafp8.checkpoint.record import TensorEntry
-from megafp8.checkpoint.streaming import Box, Holding
+from megafp8.checkpoint.writer import Box, Holding
 from megafp8.config import Layout, ModelShape
 from megafp8.config.layout import Place
 from megafp8.config.shape import ParameterSpec

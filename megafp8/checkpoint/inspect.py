@@ -6,18 +6,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.files import crc32_of, reading
-from megafp8.checkpoint.find import find_checkpoint, foreign_files, read_record, size_problem
+from megafp8.checkpoint.files import reading
+from megafp8.checkpoint.find import file_problem, find_checkpoint, foreign_files, read_record
 from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, SHARED_PREFIX
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
 from megafp8.checkpoint.scale_checks import scale_problems
-from megafp8.checkpoint.streaming import WORKERS, TensorReader, bytes_of, in_order
-from megafp8.checkpoint.tensor_file import bytes_view
+from megafp8.checkpoint.tensors import WORKERS, bytes_of, bytes_view, in_order
 from megafp8.checkpoint.values import flaw
 from megafp8.errors import CheckpointError
 
@@ -25,8 +26,7 @@ from megafp8.errors import CheckpointError
 _BLOCK = 2**20
 
 
-@dataclass(frozen=True)
-class FileState:
+class FileState(NamedTuple):
     """A file of a checkpoint: its entry in the record, and what is wrong with it, if anything."""
 
     name: str
@@ -34,15 +34,8 @@ class FileState:
     problem: str | None
 
 
-@dataclass(frozen=True)
-class Share:
-    """Tensors of one kind and dtype.
-
-    Attributes:
-        kind: weights, optimizer, FP8 scale state or other.
-        dtype: torch's name.
-        tensors, elements, size: how many, and bytes.
-    """
+class Share(NamedTuple):
+    """How many tensors and elements of one kind and dtype there are, and how many bytes."""
 
     kind: str
     dtype: str
@@ -51,16 +44,11 @@ class Share:
     size: int
 
 
-@dataclass(frozen=True)
-class ScaleRow:
-    """The state of one FP8 tensor.
+class ScaleRow(NamedTuple):
+    """The state of one FP8 tensor: scale [dp, tp], or [1, 1] where ranks share it; amaxes.
 
-    Attributes:
-        module, role: whose it is.
-        scale: [dp, tp], or [1, 1] where ranks share it.
-        newest: the newest amax, largest over ranks; 0 with an empty window.
-        largest: the largest amax of the window, over ranks.
-        filled: entries of the window, of the rank with most.
+    `newest` and `largest` of the window are the largest over ranks, 0 with an empty window;
+    `filled` are the entries of the rank with most.
     """
 
     module: str
@@ -79,19 +67,18 @@ class Inspection:
         directory: where it is.
         record: its `megafp8.json`.
         files: all files, with what is wrong.
-        shares: its tensors by kind and dtype.
-        scales: FP8 scale state; empty where a file is damaged.
-        flaws: one sentence for each tensor with values that training cannot go on from; empty
-            where a file is damaged.
+        shares: its tensors by kind and dtype, largest first.
+        scales: FP8 scale state; as the next two, empty where a file is damaged.
+        flaws: one sentence for each tensor with values that training cannot go on from.
         scale_problems: one sentence for each FP8 tensor whose scale state is mis-shaped, missing or
-            does not fit its window; empty where a file is damaged.
+            does not fit its window.
     """
 
     directory: Path
     record: CheckpointRecord
     files: list[FileState]
     shares: list[Share]
-    scales: list[ScaleRow]
+    scales: list[ScaleRow] = field(default_factory=list)
     flaws: list[str] = field(default_factory=list)
     scale_problems: list[str] = field(default_factory=list)
 
@@ -102,17 +89,11 @@ class Inspection:
         return files + self.scale_problems
 
 
-@dataclass(frozen=True)
-class TensorChange:
-    """How a tensor differs between two checkpoints.
+class TensorChange(NamedTuple):
+    """How a tensor differs between two checkpoints: added, removed, reshaped or changed.
 
-    Attributes:
-        name: canonical name.
-        change: added, removed, reshaped (or of another dtype) or changed.
-        detail: shapes and dtypes where they differ.
-        elements: how many elements have other bits.
-        largest: the largest absolute difference; NaN if one side has a NaN where they differ.
-        drift: log2(new / old) of a scale that ranks share; None for other tensors.
+    `elements` have other bits and differ by up to `largest`, NaN if one side has a NaN there;
+    `drift` is log2(new / old) of a scale that ranks share.
     """
 
     name: str
@@ -156,43 +137,28 @@ def locate(load: Path) -> Path:
 
 def _inspect(directory: Path) -> Inspection:
     record = read_record(directory)
+
+    def look_at(item: tuple[str, FileEntry]) -> FileState:
+        return FileState(*item, file_problem(directory, *item))
+
     with ThreadPoolExecutor(WORKERS) as pool:
-        files = list(pool.map(lambda item: _file_state(directory, *item), record.files.items()))
-    files += [
-        FileState(
-            name,
-            FileEntry((directory / name).lstat().st_size, "?"),
-            "is no file of this checkpoint",
-        )
-        for name in foreign_files(directory, record)
-    ]
-    good = all(file.problem is None for file in files)
-    if not good:
-        return Inspection(directory, record, files, shares_of(record), [])
+        files = list(pool.map(look_at, record.files.items()))
+    for name in foreign_files(directory, record):
+        entry = FileEntry((directory / name).lstat().st_size, "?")
+        files.append(FileState(name, entry, "is no file of this checkpoint"))
+    if any(file.problem for file in files):
+        return Inspection(directory, record, files, shares_of(record))
     reader = TensorReader(directory, record)
-    scales, flaws = list(_scale_rows(reader)), list(_flaws(reader))
-    wrong = scale_problems(reader)
-    return Inspection(directory, record, files, shares_of(record), scales, flaws, wrong)
 
-
-def _flaws(reader: TensorReader) -> Iterator[str]:
-    def look(name: str) -> str | None:
+    def flaw_of(name: str) -> str | None:
         found = flaw(name, reader.read(name))
         return None if found is None else f"{name} {found}"
 
     names = ((name, bytes_of(reader.entry(name))) for name in reader.names)
-    yield from (found for found in in_order(names, look) if found is not None)
-
-
-def _file_state(directory: Path, name: str, entry: FileEntry) -> FileState:
-    path = directory / name
-    problem = size_problem(path, entry.size)
-    try:
-        if problem is None and (found := crc32_of(path)) != entry.crc32:
-            problem = f"is damaged: crc32 {found}, expected {entry.crc32}"
-    except OSError as error:
-        problem = f"cannot be read: {error.strerror or error}"
-    return FileState(name, entry, problem)
+    flaws = [found for found in in_order(names, flaw_of) if found is not None]
+    scales = list(_scale_rows(reader))
+    wrong = scale_problems(reader)
+    return Inspection(directory, record, files, shares_of(record), scales, flaws, wrong)
 
 
 def kind_of(name: str) -> str:
@@ -211,39 +177,27 @@ def shares_of(record: CheckpointRecord) -> list[Share]:
     for name, entry in record.tensors.items():
         groups[kind_of(name), entry.dtype].append(entry)
     shares = [
-        Share(
-            kind,
-            dtype,
-            len(entries),
-            sum(math.prod(entry.shape) for entry in entries),
-            sum(bytes_of(entry) for entry in entries),
-        )
-        for (kind, dtype), entries in groups.items()
+        Share(*key, len(group), sum(math.prod(e.shape) for e in group), sum(map(bytes_of, group)))
+        for key, group in groups.items()
     ]
     return sorted(shares, key=lambda share: -share.size)
 
 
 def _scale_rows(reader: TensorReader) -> Iterator[ScaleRow]:
     for name in reader.names:
-        if not (name.startswith((SHARED_PREFIX, LOCAL_PREFIX)) and name.endswith(".scale")):
+        stem, _, kind = name.rpartition(".")
+        prefix, _, rest = stem.partition(".")
+        if f"{prefix}." not in (SHARED_PREFIX, LOCAL_PREFIX) or kind != "scale":
             continue
-        prefix = LOCAL_PREFIX if name.startswith(LOCAL_PREFIX) else SHARED_PREFIX
-        stem = name.removesuffix(".scale")
-        module, _, role = stem.removeprefix(prefix).rpartition(".")
+        module, _, role = rest.rpartition(".")
         scale, window = reader.read(name), torch.zeros(1)
         if f"{stem}.amax_history" in reader.record.tensors:
             window = reader.read(f"{stem}.amax_history")
         if not scale.numel() or not window.numel() or not window.dim():
             continue  # no row, and a problem
         rows = window.reshape(-1, window.shape[-1])
-        yield ScaleRow(
-            module,
-            role,
-            scale if scale.dim() else scale.reshape(1, 1),
-            float(rows[:, -1].max()),
-            float(rows.max()),
-            int((rows != 0).sum(-1).max()),
-        )
+        amaxes = float(rows[:, -1].max()), float(rows.max()), int((rows != 0).sum(-1).max())
+        yield ScaleRow(module, role, scale if scale.dim() else scale.reshape(1, 1), *amaxes)
 
 
 def compare_checkpoints(old: Path, new: Path) -> Iterator[TensorChange]:
@@ -272,28 +226,21 @@ def compare_checkpoints(old: Path, new: Path) -> Iterator[TensorChange]:
     yield from (change for change in in_order(common, compare) if change is not None)
 
 
-def _exact(values: Tensor) -> Tensor:
-    """Return values as fp64; complex ones by their real and imaginary parts."""
-    return (torch.view_as_real(values) if values.is_complex() else values).double()
-
-
 def _describe(entry: TensorEntry) -> str:
     return f"{entry.dtype}{list(entry.shape)}"
 
 
 def _difference(name: str, old: Tensor, new: Tensor) -> TensorChange | None:
-    a, b = old.contiguous().view(-1), new.contiguous().view(-1)
-    width = old.element_size()
+    a, b = old.reshape(-1), new.reshape(-1)
     elements, largest = 0, 0.0
-    for start in range(0, a.numel(), _BLOCK):
-        left, right = a[start : start + _BLOCK], b[start : start + _BLOCK]
-        changed = bytes_view(left) != bytes_view(right)
-        if not changed.any():
-            continue
-        bits = changed.reshape(-1, width).any(-1)
-        elements += int(bits.sum())
-        gap = (_exact(left[bits]) - _exact(right[bits])).abs().max().item()
-        largest = gap if math.isnan(gap) else max(largest, gap)
+    for left, right in zip(a.split(_BLOCK), b.split(_BLOCK), strict=True):
+        changed = (bytes_view(left) != bytes_view(right)).view(-1, old.element_size()).any(-1)
+        if changed.any():
+            elements += int(changed.sum())
+            wide = torch.complex128 if old.is_complex() else torch.float64
+            gaps = left[changed].to(wide) - right[changed].to(wide)
+            gaps = (torch.view_as_real(gaps) if old.is_complex() else gaps).abs()
+            largest = float(torch.stack((gaps.max(), gaps.new_tensor(largest))).max())
     if not elements:
         return None
     drift = None

@@ -2,14 +2,14 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from megafp8.checkpoint.inspect import Inspection, ScaleRow, TensorChange
-from megafp8.checkpoint.record import CheckpointRecord
 from megafp8.checkpoint.values import summary
 from megafp8.config.axes import DEGREES
 
@@ -38,27 +38,25 @@ def inspection_text(found: Inspection, ascii_only: bool = False) -> RenderableTy
 
 def _header(found: Inspection) -> Table:
     record, layout = found.record, found.record.layout
-    grid = Table.grid(padding=(0, 2))
     sizes = " x ".join(f"{name} {layout[name]}" for name in DEGREES if name in layout)
-    rows = {
+    ranks = f"{layout.get('world_size', '?')} ranks: {sizes or 'unknown'}"
+    corpora = [
+        f"{field} {corpus['path']} ({corpus['documents']} documents, {corpus['tokens']} tokens, "
+        f"sha256 {corpus['sha256'][:8]})"
+        for field, corpus in record.state.get("fingerprint", {"corpora": {}})["corpora"].items()
+    ]
+    grid = Table.grid(padding=(0, 2))
+    for name, text in {
         "checkpoint": str(found.directory),
         "iteration": str(record.iteration),
-        "layout": f"{layout.get('world_size', '?')} ranks: {sizes or 'unknown'}, "
-        f"schedule {layout.get('pipeline_schedule', '?')}",
+        "layout": f"{ranks}, schedule {layout.get('pipeline_schedule', '?')}",
         "data position": ", ".join(f"{k} {v}" for k, v in record.data_position.items()) or "none",
-        "corpora": "; ".join(_corpora(record)) or "none",
+        "corpora": "; ".join(corpora) or "none",
         "manifest": record.manifest_sha256 or "none",
         "format version": str(record.format_version),
-    }
-    for name, text in rows.items():
+    }.items():
         grid.add_row(name, Text(text))
     return grid
-
-
-def _corpora(record: CheckpointRecord) -> Iterator[str]:
-    for field, corpus in record.state.get("fingerprint", {"corpora": {}})["corpora"].items():
-        counts = f"{corpus['documents']} documents, {corpus['tokens']} tokens"
-        yield f"{field} {corpus['path']} ({counts}, sha256 {corpus['sha256'][:8]})"
 
 
 def _table(title: str, *columns: str, left: int = 1) -> Table:
@@ -149,25 +147,24 @@ def changes_text(changes: Iterable[TensorChange], old: Inspection, new: Inspecti
     """Return how two checkpoints differ, tensor by tensor, and how far scales moved."""
     title = f"\nfrom {old.directory} to {new.directory}"
     table = _table(title, "tensor", "change", "elements", "largest difference", "log2 drift")
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     drifts: list[float] = []
     for change in changes:
-        counts[change.change] = counts.get(change.change, 0) + 1
+        counts[change.change] += 1
         if change.drift is not None and not math.isnan(change.drift):
             drifts.append(abs(change.drift))
-        if sum(counts.values()) > _MAX_CHANGES:
+        if counts.total() > _MAX_CHANGES:
             continue
         numbers = ("", "", "")
         if change.change == "changed":
             drift = "" if change.drift is None else f"{change.drift:+.3f}"
             numbers = (f"{change.elements:,}", f"{change.largest:.6g}", drift)
         table.add_row(change.name, f"{change.change} {change.detail}".strip(), *numbers)
-    total = sum(counts.values())
     lines: list[RenderableType] = [table]
-    if total > _MAX_CHANGES:
-        lines.append(Text(f"... and {total - _MAX_CHANGES} more"))
+    if counts.total() > _MAX_CHANGES:
+        lines.append(Text(f"... and {counts.total() - _MAX_CHANGES} more"))
     same = len(set(old.record.tensors) & set(new.record.tensors))
-    same -= counts.get("changed", 0) + counts.get("reshaped", 0)
+    same -= counts["changed"] + counts["reshaped"]
     parts = [f"{same} equal", *(f"{count} {change}" for change, count in counts.items())]
     if drifts:
         parts.append(f"{len(drifts)} scales moved, by up to {max(drifts):.3f} in log2")

@@ -7,16 +7,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from megafp8.checkpoint.agree import on_all_ranks, rank_and_size
 from megafp8.checkpoint.files import METADATA_NAME, RECORD_NAME, crc32_of, reading
 from megafp8.checkpoint.find import advice, read_record, verify_file, verify_files
-from megafp8.checkpoint.metadata import check_index
-from megafp8.checkpoint.reader import CheckpointReader
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.record import FileEntry
 from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
@@ -122,25 +121,26 @@ def _load(
     verify: bool,
 ) -> LoadReport:
     step = f"loading {directory}"
-    opened: list[tuple[CheckpointReader, DefaultLoadPlanner, LoadPlan]] = []
+    opened: list[tuple[TensorReader, list[ReadItem]]] = []
 
     def inspect() -> _Inspection:
         reader = _open(directory)
-        metadata = reader.read_metadata()
+        metadata = reader.metadata
         mismatches = _mismatches(tensors, metadata)
-        planner, plan = _plan(tensors, metadata) if not mismatches else (None, LoadPlan([]))
-        if planner is not None:
-            opened.append((reader, planner, plan))
+        items: list[ReadItem] = []
+        if not mismatches:
+            items = create_default_local_load_plan(dict(tensors), metadata, strict=False).items
+        opened.append((reader, items))
         return _Inspection(
             checkpoint=(str(directory), crc32_of(directory / RECORD_NAME)),
             wanted=list(tensors),
             mismatches=mismatches,
             recut=_recut(tensors, metadata),
-            files=reader.files_of(plan),
+            files=reader.files_of(items),
         )
 
     inspections = on_all_ranks(step, inspect, group)
-    stored = set(read_record(directory).tensors)
+    stored = set(opened[0][0].record.tensors)
     absent, dropped = _compare_names(step, inspections, stored, optional)
     if dropped:
         _logger.info(
@@ -149,14 +149,15 @@ def _load(
             len(dropped),
             _list_names(dropped, 3),
         )
-    reader, planner, plan = opened[0]
-    shares = _share_files(reader.files, [one.files for one in inspections]) if verify else {}
+    reader, items = opened[0]
+    files = reader.record.files
+    shares = _share_files(files, [one.files for one in inspections]) if verify else {}
     rank, _ = rank_and_size(group)
 
     def read() -> None:
         try:
             with torch.no_grad():
-                reader.read_verified(plan, planner, shares.get(rank, ()))
+                reader.fill(tensors, items, shares.get(rank, ()))
         except CheckpointError as error:
             raise CheckpointError(f"{error}{advice(directory)}") from error
 
@@ -166,27 +167,15 @@ def _load(
     return LoadReport(len(wanted & stored), len(recut & stored), absent, dropped)
 
 
-def _open(directory: Path) -> CheckpointReader:
+def _open(directory: Path) -> TensorReader:
     record = read_record(directory)
     try:
         verify_files(directory, record, checksums=False)
         # Small, and all that follows depends on it.
         verify_file(directory, record, METADATA_NAME)
-        reader = CheckpointReader(directory, record.files)
-        check_index(directory, record, reader.read_metadata())
+        return TensorReader(directory, record)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{advice(directory)}") from error
-    return reader
-
-
-def _plan(tensors: Mapping[str, Tensor], metadata: Metadata) -> tuple[DefaultLoadPlanner, LoadPlan]:
-    """Return DCP's plan of what this rank reads for those of its tensors that are stored."""
-    stored = metadata.state_dict_metadata
-    planner = DefaultLoadPlanner(flatten_state_dict=False)
-    planner.set_up_planner(
-        {name: tensor for name, tensor in tensors.items() if name in stored}, metadata
-    )
-    return planner, planner.create_local_plan()
 
 
 def _share_files(files: Mapping[str, FileEntry], read_by: list[set[str]]) -> dict[int, list[str]]:

@@ -1,11 +1,14 @@
-"""DCP's reader of shards, with checksums taken while the bytes go where they belong.
+"""The one reader of DCP's shards: for training at any layout, for tools and for other programs'.
 
-A verified load reads each file once: to read it for its checksum and then again for its tensors
-would take half as long again.
+A shard holds one `torch.save` archive for each part of a tensor. `torch.load` on "meta" says where
+in it the values lie, without reading them; they are then seen where the file is mapped, or read
+once into the memory where they belong and summed on the way.
 """
 
+import io
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,177 +16,242 @@ import torch
 from isal.isal_zlib import crc32
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.utils import _create_file_view, find_state_dict_object
 
 from megafp8.checkpoint.files import CHUNK_BYTES, METADATA_NAME, crc32_of, read_ahead
-from megafp8.checkpoint.metadata import read_metadata
-from megafp8.checkpoint.record import FileEntry
-from megafp8.checkpoint.tensor_file import StoredTensor, buffer_of, locate_tensor
+from megafp8.checkpoint.find import read_record, verify_file, verify_files
+from megafp8.checkpoint.metadata import check_index, read_metadata
+from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
+from megafp8.checkpoint.tensors import WORKERS, buffer_of
 from megafp8.errors import CheckpointError
 
 
-class CheckpointReader(FileSystemReader):
-    """DCP's reader of files with the restricted unpickler in front of `.metadata`."""
+class ShardReader:
+    """Reads the tensors of any DCP checkpoint whole, one at a time. Thread-safe.
 
-    def __init__(self, directory: Path, files: Mapping[str, FileEntry]) -> None:
-        """Prepare to read a checkpoint.
+    Attributes:
+        directory: The checkpoint.
+        metadata: Its index, checked (`read_metadata`).
+    """
 
-        Args:
-            directory: The checkpoint.
-            files: The files that may be read, from `megafp8.json`.
-        """
-        super().__init__(directory)
-        self.directory = Path(directory)
-        self.files = files
-        self._metadata: Metadata | None = None
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
+        self.directory, self.metadata = Path(directory), metadata
+        self._places: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return DCP's index; the file is read once.
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """Return a tensor, contiguous, on the CPU; writing to it leaves the file as it is.
 
         Args:
-            *args: Not used; DCP's signature.
-            **kwargs: Not used; DCP asks for a rank's own index where no global one is found.
+            name: As stored.
+            row: Only this index of the first dimension.
 
         Raises:
-            CheckpointError: the file is missing, damaged, names anything but DCP's metadata, or
-                describes data that are not there.
+            CheckpointError: A file cannot be read, or holds something else than the index says.
         """
-        if self._metadata is None:
-            sizes = {name: entry.size for name, entry in self.files.items()}
-            self._metadata = read_metadata(self.directory, sizes)
-            assert self._metadata.storage_meta is not None
-            self._metadata.storage_meta.load_id = self.load_id
-            self.set_up_storage_reader(self._metadata, is_coordinator=True)
-        return self._metadata
+        entry = self.metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata), name
+        if row is None and len(entry.chunks) == 1:
+            return self._mapped(name, entry.chunks[0]).contiguous()
+        size = entry.size if row is None else entry.size[1:]
+        whole = torch.empty(size, dtype=entry.properties.dtype)
+        for chunk in entry.chunks:
+            offsets = chunk.offsets
+            if 0 in chunk.sizes:
+                continue
+            if row is not None and not offsets[0] <= row < offsets[0] + chunk.sizes[0]:
+                continue
+            part = self._mapped(name, chunk)
+            if row is not None:
+                part, offsets = part[row - offsets[0]], offsets[1:]
+            narrow_tensor_by_index(whole, offsets, part.shape).copy_(part)
+        return whole
 
-    def files_of(self, plan: LoadPlan) -> set[str]:
-        """Return the names of the files that a plan reads."""
-        return {self.storage_data[item.storage_index].relative_path for item in plan.items}
+    def read_object(self, place: _StorageInfo) -> Any:
+        """Return a stored value that is no tensor, as torch's weights-only unpickler admits it."""
+        with (self.directory / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            return torch.load(io.BytesIO(file.read(place.length)), "cpu", weights_only=True)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of a plan; checksums are not looked at."""
-        self.read_verified(plan, planner, ())
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+    def file_of(self, name: str) -> Path:
+        """Return a file that holds a tensor, or part of it: for messages."""
+        found = (place for index, place in self._places.items() if index.fqn == name)
+        return self.directory / next(found).relative_path
 
-    def read_verified(self, plan: LoadPlan, planner: LoadPlanner, names: Iterable[str]) -> None:
-        """Fill the tensors of a plan, and compare the checksums of files on the way.
+    def _mapped(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """Return a part of a tensor where its file is mapped: no memory to allocate and fill."""
+        place = self._places[MetadataIndex(name, chunk.offsets)]
+        path = self.directory / place.relative_path
+        try:
+            with path.open("rb") as file:
+                return _view(map_file(file), *self._locate(file, name, chunk))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+    def _locate(self, file: Any, name: str, chunk: ChunkStorageMetadata) -> tuple[Tensor, int]:
+        """Return a stored part, on "meta", and the byte of its file at which its storage begins."""
+        place = self._places[MetadataIndex(name, chunk.offsets)]
+        try:
+            archive = _create_file_view(file, place.offset, place.length)
+            stored = torch.load(archive, "meta", weights_only=True)
+            storage = stored.untyped_storage()  # sparse tensors have none
+            start = storage._checkpoint_offset
+            if start + storage.nbytes() > place.length:
+                raise ValueError("cut off")
+        except OSError:
+            raise
+        except Exception as error:  # torch.load raises nearly any type, with advice of its own
+            raise CheckpointError(
+                f"{self.directory} is damaged: no tensor is stored where {METADATA_NAME} says for "
+                f"{name} ({type(error).__name__})"
+            ) from error
+        entry = self.metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        if (stored.shape, stored.dtype) != (chunk.sizes, entry.properties.dtype):
+            raise CheckpointError(
+                f"{self.directory} is damaged: {name} at {list(chunk.offsets)} is stored as "
+                f"{stored.dtype}{list(stored.shape)}, its index says "
+                f"{entry.properties.dtype}{list(chunk.sizes)}"
+            )
+        return stored, place.offset + start
+
+
+class TensorReader(ShardReader):
+    """Reads the tensors of a complete checkpoint, whatever layout saved them. Thread-safe.
+
+    Attributes:
+        record: Its `megafp8.json`.
+    """
+
+    def __init__(self, directory: Path, record: CheckpointRecord) -> None:
+        """Open files that have been verified, or have just been written; see `open`."""
+        sizes = {name: entry.size for name, entry in record.files.items()}
+        super().__init__(directory, read_metadata(directory, sizes))
+        self.record = record
+        check_index(self.directory, record, self.metadata)
+
+    @classmethod
+    def open(cls, directory: Path, *, checksums: bool = True) -> "TensorReader":
+        """Verify a checkpoint and open it.
 
         Args:
-            plan: What to read.
-            planner: DCP's, which knows the tensors.
-            names: Files to compare with the record; those that the plan does not read too.
+            directory: A complete checkpoint.
+            checksums: Read all files and compare their CRC-32, not sizes alone.
 
         Raises:
-            CheckpointError: a file is damaged; it is named. Some tensors are then filled, others
+            CheckpointError: It is partial or damaged; the file is named.
+        """
+        directory = Path(directory).absolute()
+        record = read_record(directory)
+        verify_files(directory, record, checksums=False)
+        if checksums:
+            with ThreadPoolExecutor(WORKERS) as pool:
+                list(pool.map(lambda name: verify_file(directory, record, name), record.files))
+        return cls(directory, record)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self.record.tensors)
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return a tensor's global shape and dtype."""
+        return self.record.tensors[name]
+
+    def files_of(self, items: Iterable[ReadItem]) -> set[str]:
+        """Return the names of the files that items of a plan are in."""
+        return {self._places[item.storage_index].relative_path for item in items}
+
+    def fill(
+        self, tensors: Mapping[str, Tensor], items: Sequence[ReadItem], verify: Iterable[str]
+    ) -> None:
+        """Fill tensors in place, each file read once, and compare checksums on the way.
+
+        Args:
+            tensors: Name to tensor or DTensor.
+            items: What to read, of a plan that DCP made for `tensors`.
+            verify: Files to compare with the record; those that no item is in, too.
+
+        Raises:
+            CheckpointError: A file is damaged; it is named. Some tensors are then filled, others
                 are not.
         """
-        verified = set(names)
+        verified, state = set(verify), dict(tensors)
         by_file: dict[str, list[ReadItem]] = {name: [] for name in sorted(verified)}
-        for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
+        for item in items:
+            by_file.setdefault(self._places[item.storage_index].relative_path, []).append(item)
+        for name, its_items in by_file.items():
+            path = self.directory / name
             try:
-                self._read_file(name, items, planner, name in verified)
+                self._fill_from(path, state, its_items, name in verified)
             except OSError as error:
                 raise CheckpointError(
-                    f"{self.directory / name} cannot be read: {error.strerror or error}"
+                    f"{path} cannot be read: {error.strerror or error}"
                 ) from error
             except Exception:  # damaged bytes raise nearly any type: what they are comes first
-                self._raise_if_damaged(name)
+                _compare(path, crc32_of(path), self.record.files[name])
                 raise
 
-    def _read_file(
-        self, name: str, items: list[ReadItem], planner: LoadPlanner, verify: bool
+    def _fill_from(
+        self, path: Path, state: dict[str, Tensor], items: Sequence[ReadItem], verify: bool
     ) -> None:
         strided: list[tuple[Tensor, Tensor]] = []
-        unknown: list[ReadItem] = []
-        with (self.directory / name).open("rb", buffering=0) as file:
+        with path.open("rb") as archives, path.open("rb", buffering=0) as file:
             content = _Content(file, verify)
-            # Private, so that torch may have it writable; nothing is written to it. What it shows
-            # of damaged bytes is not used: `locate_tensor` checks all that it returns.
             # A rank that held nothing of its own has left an empty file, which cannot be mapped.
-            mapped = memoryview(b"")
-            if items:
-                mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+            mapped = map_file(file) if items else memoryview(b"")
             # In the file's order: the disk reads on while a tensor is looked at and filled.
-            for item in sorted(items, key=lambda one: self.storage_data[one.storage_index].offset):
-                place = self.storage_data[item.storage_index]
-                archive = mapped[place.offset : place.offset + place.length]
-                stored = None
-                if item.type != LoadItemType.BYTE_IO:
-                    stored = locate_tensor(archive)
-                if stored is None:
-                    unknown.append(item)
+            for item in sorted(items, key=lambda one: self._places[one.storage_index].offset):
+                index = item.storage_index
+                chunk = self._chunk(index)
+                stored, start = self._locate(archives, index.fqn, chunk)
+                target = find_state_dict_object(state, item.dest_index).detach()
+                target = narrow_tensor_by_index(target, item.dest_offsets, item.lengths)
+                if item.lengths == chunk.sizes and stored.is_contiguous() and _is_one_run(target):
+                    first = start + stored.storage_offset() * stored.itemsize
+                    content.read_into(first, memoryview(buffer_of(target)))
                     continue
-                target = self._target(item, stored, planner)
-                into, first = _whole(item, stored, target), stored.first_byte
-                if into is not None and first is not None:
-                    content.read_into(place.offset + first, into)
-                    continue
-                source = stored.view(archive)
+                source = _view(mapped, stored, start)
                 source = narrow_tensor_by_index(source, item.storage_offsets, item.lengths)
                 strided.append((target, source))
-            # Damage is looked for before `unknown` bytes are given to torch.load.
             if verify:
-                _compare(self.directory / name, content.finish(), self.files[name])
+                _compare(path, content.finish(), self.record.files[path.name])
             for target, source in strided:
                 target.copy_(source)
-        if unknown:
-            self._read_with_torch(unknown, planner)
-
-    def _target(self, item: ReadItem, stored: StoredTensor, planner: LoadPlanner) -> Tensor:
-        index = item.storage_index
-        chunk = self._chunk(index)
-        target = planner.resolve_tensor(item).detach()
-        if stored.size != chunk.sizes or stored.dtype != target.dtype:
-            raise CheckpointError(
-                f"{self.directory} is damaged: {index.fqn} at {list(chunk.offsets)} is stored as "
-                f"{stored.dtype}{list(stored.size)}, its index says "
-                f"{target.dtype}{list(chunk.sizes)}"
-            )
-        return target
-
-    def _read_with_torch(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        try:
-            super().read_data(LoadPlan(items), planner)
-        except Exception as error:  # torch.load raises nearly any type, with advice of its own
-            names = ", ".join(sorted({item.storage_index.fqn for item in items})[:5])
-            raise CheckpointError(
-                f"{self.directory} is damaged: no tensor is stored where {METADATA_NAME} says "
-                f"for {names} ({type(error).__name__})"
-            ) from error
-
-    def _raise_if_damaged(self, name: str) -> None:
-        """Say that a file's bytes are wrong rather than what was made of them."""
-        path = self.directory / name
-        _compare(path, crc32_of(path), self.files[name])
 
     def _chunk(self, index: MetadataIndex) -> ChunkStorageMetadata:
         """Return what the index says of the part that is stored at `index`."""
-        tensor = self.read_metadata().state_dict_metadata[index.fqn]
+        tensor = self.metadata.state_dict_metadata[index.fqn]
         assert isinstance(tensor, TensorStorageMetadata)
         if index.index is not None and tensor.chunks[index.index].offsets == index.offset:
             return tensor.chunks[index.index]
         return next(chunk for chunk in tensor.chunks if chunk.offsets == index.offset)
 
 
-def _whole(item: ReadItem, stored: StoredTensor, target: Tensor) -> memoryview | None:
-    """Return the target's memory, if a part is wanted whole and the memory is one run of bytes."""
-    if item.lengths != torch.Size(stored.size):
-        return None
-    if target.device.type != "cpu" or not target.is_contiguous() or not target.numel():
-        return None
-    return memoryview(buffer_of(target))
+def map_file(file: Any) -> memoryview:
+    """Map a file. Private, so that torch may have it writable; nothing is written to the file."""
+    return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+
+
+def _view(mapped: memoryview, stored: Tensor, start: int) -> Tensor:
+    """Return the values of `stored`, on "meta", as a view of a file whose `start` they follow."""
+    if not stored.numel():
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    count = stored.untyped_storage().nbytes() // stored.itemsize
+    flat = torch.frombuffer(mapped, dtype=stored.dtype, count=count, offset=start)
+    return flat.as_strided(stored.shape, stored.stride(), stored.storage_offset())
+
+
+def _is_one_run(target: Tensor) -> bool:
+    """Whether the values lie in host memory one after another."""
+    return target.device.type == "cpu" and target.is_contiguous() and target.numel() > 0
 
 
 class _Content:
@@ -200,7 +268,7 @@ class _Content:
         """Fill memory with the bytes from `start`; summed if they follow those read before.
 
         Raises:
-            CheckpointError: the file ends before.
+            CheckpointError: The file ends before.
         """
         if not self._verify or start < self._position:
             self._file.seek(start)

@@ -22,11 +22,12 @@ from megafp8.checkpoint.files import (
 from megafp8.checkpoint.find import advice, find_checkpoint, read_record
 from megafp8.checkpoint.holdings import plan_holdings
 from megafp8.checkpoint.kinds import found_instead
+from megafp8.checkpoint.offline import write_streaming
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, describe_move, local_entry
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
-from megafp8.checkpoint.rewrite import write_streaming
 from megafp8.checkpoint.scale_checks import RankState
-from megafp8.checkpoint.streaming import TensorReader, bytes_of, crc32_of_tensor
+from megafp8.checkpoint.tensors import bytes_of, crc32_of_tensor
 from megafp8.checkpoint.values import flaw, summary
 from megafp8.config import Layout, ModelShape, RunConfig
 from megafp8.config.axes import smallest_world

@@ -7,18 +7,16 @@ step starts. Readers never look into `tmp_*`, and take `iter_N` only with its re
 
 import dataclasses
 import os
-import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megafp8.checkpoint.agree import describe_dcp, on_all_ranks, on_first_rank, rank_and_size
+from megafp8.checkpoint.agree import on_all_ranks, on_first_rank, rank_and_size
 from megafp8.checkpoint.files import (
     LATEST_NAME,
     METADATA_NAME,
@@ -36,8 +34,8 @@ from megafp8.checkpoint.files import (
     write_atomically,
 )
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry, TensorEntry
-from megafp8.checkpoint.staging import Staged, merge_entries, stage
-from megafp8.checkpoint.writing import ShardWriter, StagedPlanner
+from megafp8.checkpoint.snapshot import Staged, merge_entries, stage
+from megafp8.checkpoint.writer import Box, ShardFile, plan_shards, write_index
 from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
 
@@ -95,17 +93,27 @@ def write_checkpoint(
     rank, _ = rank_and_size(group)
     mine: list[Staged] = []
 
-    def describe() -> dict[str, TensorEntry]:
+    def describe() -> tuple[dict[str, TensorEntry], list[tuple[str, Box | None]]]:
         mine.append(staged())
-        return mine[0].entries
+        return mine[0].entries, mine[0].parts
 
-    entries = merge_entries(on_all_ranks(step, describe, group), step)
+    described = on_all_ranks(step, describe, group)
+    entries = merge_entries([found for found, _ in described], step)
+    plans, metadata = plan_shards(entries, [parts for _, parts in described])
     temporary = Path(on_first_rank(step, lambda: str(make_temporary(root, final.name)), group))
     try:
-        written = on_all_ranks(step, _write_shards(temporary, mine[0], step, group), group)
-        files = {name: entry for part in written for name, entry in part.items()}
+        indices = [item.index for item in plans[rank]]
+        written = on_all_ranks(
+            step, lambda: _write_shard(temporary, rank, indices, mine[0].data), group
+        )
+        if None in written:
+            raise KeyboardInterrupt  # of any rank: it ends them all
 
         def finish() -> None:
+            shards = [shard for shard in written if shard is not None]
+            places = {index: place for shard in shards for index, place in shard.places.items()}
+            files = {shard.name: shard.entry for shard in shards}
+            files[METADATA_NAME] = write_index(temporary, metadata, places)
             full = dataclasses.replace(record, tensors=entries, files=dict(sorted(files.items())))
             commit(temporary, final, full)
             _tidy(final, keep_last)
@@ -136,31 +144,32 @@ def make_temporary(root: Path, name: str) -> Path:
     return temporary
 
 
-def _write_shards(
-    temporary: Path, staged: Staged, step: str, group: dist.ProcessGroup | None
-) -> Callable[[], Mapping[str, FileEntry]]:
-    """Write this rank's shards; return what tells the files that it wrote."""
-    _, size = rank_and_size(group)
-    writer = ShardWriter(temporary)
-    alone = not (dist.is_available() and dist.is_initialized())
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """A file that a rank has written, and where its parts are."""
+
+    name: str
+    entry: FileEntry
+    places: dict[MetadataIndex, _StorageInfo]
+
+
+def _write_shard(
+    temporary: Path,
+    rank: int,
+    indices: Sequence[MetadataIndex],
+    data: Mapping[MetadataIndex, Tensor],
+) -> _Shard | None:
+    """Write a rank's file; None if Ctrl-C came, which others in their collectives have to hear."""
+    file = ShardFile(temporary, rank)
     try:
-        # Warning filters belong to the whole process, and this may be a thread beside training.
-        with torch.no_grad(), warnings.catch_warnings() if alone else nullcontext():
-            if alone:
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_save(
-                {},
-                storage_writer=writer,
-                planner=StagedPlanner(staged.plan, staged.data),
-                process_group=group,
-                no_dist=alone,
-            )
-    except CheckpointException as failure:
-        # DCP catches everything. Ctrl-C ends all ranks, also those that it has not reached yet.
-        if any(isinstance(error, KeyboardInterrupt) for error, _ in failure.failures.values()):
-            raise KeyboardInterrupt from failure
-        raise CheckpointError(f"{step}: {describe_dcp(failure, size)}") from failure
-    return lambda: dict(writer.entries)
+        for index in indices:
+            file.append(index, data[index])
+        return _Shard(file.name, file.finish(), file.places)
+    except KeyboardInterrupt:
+        return None
+    finally:
+        with suppress(OSError):  # of a full disk again, and that has been told
+            file.close()
 
 
 def commit(temporary: Path, final: Path, record: CheckpointRecord) -> None:

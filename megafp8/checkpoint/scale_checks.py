@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megafp8.checkpoint.files import RECORD_NAME
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, SHARED_PREFIX, move_ranks
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
-from megafp8.checkpoint.streaming import TensorReader
 from megafp8.checkpoint.values import flaw
 from megafp8.config import ModelShape, RunConfig
 from megafp8.errors import ConfigurationError, PrecisionError

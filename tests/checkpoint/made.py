@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.holdings import plan_holdings
+from megafp8.checkpoint.offline import write_streaming
 from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
 from megafp8.checkpoint.reshard import TargetLayout, layout_fields, target_run
-from megafp8.checkpoint.rewrite import write_streaming
-from megafp8.checkpoint.streaming import dtype_of
+from megafp8.checkpoint.tensors import dtype_of
 from megafp8.config import ModelShape
 from tests.model.small import FP8, VOCAB, small_config
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megafp8.checkpoint.convert import run, safetensors_files
 from megafp8.checkpoint.convert.native import open_native
-from megafp8.checkpoint.streaming import TensorReader
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.command.ending import run_tool
 from megafp8.errors import CheckpointError
 from tests.checkpoint.converted import refused, run_convert

@@ -12,7 +12,7 @@ from torch import Tensor
 from megafp8.checkpoint.convert.hf import Written
 from megafp8.checkpoint.convert.native import open_native, write_native
 from megafp8.checkpoint.convert.view import Checksums
-from megafp8.checkpoint.streaming import TensorReader
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.errors import CheckpointError
 from tests.checkpoint.converted import run_convert
 from tests.checkpoint.hand_made import CONFIG, make_folder, weights

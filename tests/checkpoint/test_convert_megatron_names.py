@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megafp8.checkpoint.convert.dcp_reader import DcpTensors
 from megafp8.checkpoint.convert.dcp_writer import Piece, write_dcp
 from megafp8.checkpoint.convert.megatron import DistTensors
 from megafp8.checkpoint.metadata import read_metadata
+from megafp8.checkpoint.reader import ShardReader
 from megafp8.errors import CheckpointError
 from tests.checkpoint.converted import run_convert
 from tests.checkpoint.hand_made import make_folder, weights
@@ -41,7 +41,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stored(folder: Path) -> dict[str, Tensor]:
     """All tensors as they lie in a `torch_dist` folder, layers stacked."""
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
-    tensors = DcpTensors(folder, read_metadata(folder, sizes, foreign=True))
+    tensors = ShardReader(folder, read_metadata(folder, sizes, foreign=True))
     names = tensors.metadata.state_dict_metadata
     return {name: tensors.read(name) for name in names if "_extra_state" not in name}
 

@@ -16,10 +16,11 @@ from torch import Tensor
 from megafp8.checkpoint import read_record
 from megafp8.checkpoint.inspect import compare_checkpoints, inspect_checkpoint
 from megafp8.checkpoint.inspect_text import changes_text, inspection_text, sparkline
+from megafp8.checkpoint.offline import write_streaming
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.record import TensorEntry
 from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
-from megafp8.checkpoint.rewrite import write_streaming
-from megafp8.checkpoint.streaming import TensorReader, bytes_of
+from megafp8.checkpoint.tensors import bytes_of
 from megafp8.checkpoint.values import flaw
 from megafp8.errors import CheckpointError
 from tests.checkpoint.converted import run_convert

@@ -14,15 +14,16 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-import megafp8.checkpoint.streaming as streaming
+import megafp8.checkpoint.writer as writer
 from megafp8.checkpoint import FORMAT_VERSION, find_checkpoint, load_tensors, read_record
 from megafp8.checkpoint.convert.run import ConvertOptions, convert
 from megafp8.checkpoint.files import is_being_read
 from megafp8.checkpoint.inspect import inspect_checkpoint
 from megafp8.checkpoint.inspect_text import inspection_text
+from megafp8.checkpoint.offline import write_streaming
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint, target_run
-from megafp8.checkpoint.rewrite import write_streaming
-from megafp8.checkpoint.streaming import TensorReader, dtype_of
+from megafp8.checkpoint.tensors import dtype_of
 from megafp8.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.made import copy_of, flip_a_bit, make_source, value
 
@@ -349,7 +350,7 @@ def test_a_lost_weight_is_refused(source: Path, tmp_path: Path) -> None:
 def test_a_value_lost_on_the_way_is_noticed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compact = streaming.compact
+    compact = writer.compact
 
     def lossy(part: Tensor) -> Tensor:
         part = compact(part).clone()
@@ -357,7 +358,7 @@ def test_a_value_lost_on_the_way_is_noticed(
             part[-1] = 0.0
         return part
 
-    monkeypatch.setattr(streaming, "compact", lossy)
+    monkeypatch.setattr(writer, "compact", lossy)
     with pytest.raises(CheckpointError, match="not conserved: .*layernorm.weight"):
         reshard_checkpoint(source, tmp_path / "new", TargetLayout())
     assert list(tmp_path.iterdir()) == []

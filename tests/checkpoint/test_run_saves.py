@@ -293,7 +293,7 @@ def test_the_second_job_in_a_folder_is_refused(tmp_path: Path) -> None:
 def test_a_job_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path) -> None:
     argv = command(tmp_path, "--train-iters", "300", "--save-interval", "2")
     lock = tmp_path / "checkpoints" / ".lock"
-    other = {"token": "f" * 16, "host": "node7", "pid": 99, "started": "5", "since": "x", "beat": 0}
+    other = {"token": "f" * 16, "host": "node7", "pid": 99, "since": "x"}
     patch = "tests.support.faults:slow_steps", {"seconds": 0.05}
     with launched(1, argv, tmp_path / "logs", patch) as run:
         run.wait_for("saved ")

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 import megafp8.checkpoint.save as save_module
 from megafp8.checkpoint import find_checkpoint, load_tensors, read_record, save_checkpoint
-from megafp8.checkpoint.writing import ChecksumStream, ShardWriter
+from megafp8.checkpoint.writer import ChecksumStream, ShardFile
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import record
 from tests.support.disks import small_disk
@@ -96,8 +96,8 @@ STEPS: list[tuple[Any, str]] = [
     (os, "rename"),
     (os, "replace"),
     (shutil, "rmtree"),
-    (ShardWriter, "write_data"),
-    (ShardWriter, "finish"),
+    (ShardFile, "append"),
+    (save_module, "write_index"),
 ]
 
 
@@ -131,7 +131,7 @@ def test_killed_at_any_step(tmp_path: Path, again: bool) -> None:
         save_checkpoint(root, 5, model(5.0), record(5))
         steps = interrupt(monkeypatch, -1, after=False)
         save_checkpoint(root, iteration, model(10.0), record(iteration))
-    assert {"mkdir", "fsync", "rename", "replace", "write_data", "finish"} <= set(steps)
+    assert {"mkdir", "fsync", "rename", "replace", "append", "write_index"} <= set(steps)
     assert steps.index("rename") < len(steps) - 1 - steps[::-1].index("replace")
     found = []
     for number in range(len(steps)):
@@ -233,7 +233,7 @@ def save_failing(root: str, where: str, rank: int) -> str:
             elif where == "dtype":
                 tensors["a"] = tensors["a"].bfloat16()
             elif where == "write":
-                monkeypatch.setattr(ShardWriter, "write_data", fail)
+                monkeypatch.setattr(ShardFile, "append", fail)
             elif where == "sum":
                 monkeypatch.setattr(ChecksumStream, "entry", fail)
             else:

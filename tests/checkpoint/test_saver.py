@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import megafp8.checkpoint.writing as writing
+import megafp8.checkpoint.save as save_module
+import megafp8.checkpoint.writer as writer
 from megafp8.checkpoint import Saver, find_checkpoint, load_tensors, save_checkpoint
 from megafp8.checkpoint.files import is_being_read, reading
-from megafp8.checkpoint.writing import ShardWriter, StagedPlanner
+from megafp8.checkpoint.writer import ShardFile
 from megafp8.errors import CheckpointError
 from tests.checkpoint.sharded import build, differing, record
 from tests.checkpoint.test_save_faults import model, names, value_in
@@ -32,13 +33,13 @@ def saver(reports: Reports) -> Saver:
 
 def hold_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Let no shard be written before the event is set."""
-    go, write = threading.Event(), ShardWriter.write_data
+    go, write = threading.Event(), ShardFile.append
 
-    def held(self: ShardWriter, *args: Any) -> Any:
+    def held(self: ShardFile, *args: Any) -> Any:
         assert go.wait(30.0)
         return write(self, *args)
 
-    monkeypatch.setattr(ShardWriter, "write_data", held)
+    monkeypatch.setattr(ShardFile, "append", held)
     return go
 
 
@@ -94,7 +95,7 @@ def test_a_failure_is_reported_and_the_next_save_may_succeed(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ShardWriter, "write_data", fail)
+        patch.setattr(ShardFile, "append", fail)
         background.save(tmp_path, 6, model(6.0), record(6))
         background.wait()
     assert background.last_error is not None and reports[-1][1] is None
@@ -214,21 +215,17 @@ def test_keep_last_spares_what_is_being_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    "step", ["create_local_plan", "resolve_data", "create_global_plan", "write"]
-)
+@pytest.mark.parametrize("step", ["stage", "plan_shards", "append", "crc32", "write_index"])
 def test_an_interrupt_inside_a_save_is_no_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """DCP makes a failure of everything, and training would go on after Ctrl-C."""
+    """Training would go on after Ctrl-C."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    if step == "write":  # torch's zip writer calls it from C++
-        monkeypatch.setattr(writing, "crc32", interrupted)
-    else:
-        monkeypatch.setattr(StagedPlanner, step, interrupted)
+    places = {"append": ShardFile, "crc32": writer}  # torch's zip writer calls the latter from C++
+    monkeypatch.setattr(places.get(step, save_module), step, interrupted)
     reports: list[object] = []
     saver = Saver(report=lambda *report: reports.append(report))
     with pytest.raises(KeyboardInterrupt):

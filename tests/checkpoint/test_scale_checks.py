@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megafp8.checkpoint.inspect import inspect_checkpoint
 from megafp8.checkpoint.inspect_text import inspection_text
+from megafp8.checkpoint.offline import write_streaming
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, SHARED_PREFIX
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.record import TensorEntry
 from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
-from megafp8.checkpoint.rewrite import write_streaming
-from megafp8.checkpoint.streaming import TensorReader
 from megafp8.errors import CheckpointError
 from tests.checkpoint.converted import run_convert
 from tests.checkpoint.made import make_source

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import megafp8.checkpoint.convert.run as convert_run
-import megafp8.checkpoint.rewrite as rewrite
+import megafp8.checkpoint.offline as offline
 from megafp8.checkpoint.convert.run import ConvertOptions, convert
 from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
 from megafp8.command.ending import run_tool
@@ -52,7 +52,7 @@ def interrupted(tool: str, source: str, save: str, output: str) -> None:
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where tests run under nohup
-    rewrite._read_back = slow
+    offline._read_back = slow
     convert_run._verify = slow
     with Path(output, "text").open("w") as file:
         sys.stdout = sys.stderr = file

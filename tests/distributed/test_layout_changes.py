@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.checkpoint import read_record
-from megafp8.checkpoint.reader import CheckpointReader
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
 from tests.support.layouts import (
     BOUNDS,
@@ -63,7 +63,7 @@ def home(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Leg]:
 
 def parts(directory: str | Path) -> dict[str, set[str]]:
     """The parts that a checkpoint stores of each tensor."""
-    metadata = CheckpointReader(Path(directory), read_record(Path(directory)).files).read_metadata()
+    metadata = TensorReader(Path(directory), read_record(Path(directory))).metadata
     return {
         name: {repr(chunk) for chunk in tensor.chunks}  # type: ignore[union-attr]
         for name, tensor in metadata.state_dict_metadata.items()

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megafp8.checkpoint import read_record
 from megafp8.checkpoint.rank_scales import move_ranks
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
-from megafp8.checkpoint.streaming import TensorReader
 from megafp8.errors import CheckpointError
 from megafp8.train.state import load_run
 from tests.support.layouts import BOUNDS, PARITY, QUIET, Curve, degrees, deviations, start_training

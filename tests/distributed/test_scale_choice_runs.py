@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
-from megafp8.checkpoint.streaming import TensorReader
 from tests.support.layouts import BOUNDS, PARITY, SP, degrees, start_training
 from tests.support.ranks import Ranks
 from tests.support.te_runs import SMALL

@@ -49,7 +49,7 @@ def signal_to_self(rank: int, where: str, number: int, times: int = 1) -> None:
         return
     import megafp8.train.loop as loop
     import megafp8.train.run as run
-    from megafp8.checkpoint.writing import ShardWriter
+    from megafp8.checkpoint.writer import ShardFile
     from megafp8.train.step import TrainingStep
 
     sent = []
@@ -77,7 +77,7 @@ def signal_to_self(rank: int, where: str, number: int, times: int = 1) -> None:
     elif where == "evaluation":
         before(loop, "validation_loss")
     elif where == "save":
-        before(ShardWriter, "write_data")
+        before(ShardFile, "append")
     else:
         assert where == "data", where
         before(run, "build_datasets")

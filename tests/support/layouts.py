@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megafp8.checkpoint.tensor_file import bytes_view
+from megafp8.checkpoint.tensors import bytes_view
 from megafp8.config.cli import load_config
 from megafp8.data.loader import build_datasets
 from megafp8.launch.dry_run import preflight

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megafp8.checkpoint.find import read_record
-from megafp8.checkpoint.rewrite import write_streaming
-from megafp8.checkpoint.streaming import TensorReader
+from megafp8.checkpoint.offline import write_streaming
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.errors import CheckpointError
 from megafp8.train.state import Certificate, TrainState, load_run
 from tests.model.small import (

@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor
 
 from megafp8.checkpoint.find import read_record
-from megafp8.checkpoint.rewrite import write_streaming
+from megafp8.checkpoint.offline import write_streaming
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.scale_state import scale_targets
-from megafp8.checkpoint.streaming import TensorReader
 from megafp8.errors import CheckpointError
 from megafp8.train.state import TrainState
 from tests.model.small import (

@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.planner import (
 
 from megafp8.checkpoint.files import METADATA_NAME
 from megafp8.checkpoint.record import FileEntry
-from megafp8.checkpoint.streaming import save_tensor
-from megafp8.checkpoint.writing import ChecksumStream
+from megafp8.checkpoint.writer import ChecksumStream, save_tensor
 
 FILE_NAME = "__0_0.distcp"
 

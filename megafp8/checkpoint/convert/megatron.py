@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megafp8.checkpoint.convert.carried import copy_carried
-from megafp8.checkpoint.convert.dcp_reader import DcpTensors
+from megafp8.checkpoint.convert.dcp_reader import holds_data
 from megafp8.checkpoint.convert.dcp_writer import Piece, write_dcp
 from megafp8.checkpoint.convert.hf import FLOATING, Written, cast_weights, check_stored
 from megafp8.checkpoint.convert.hf_fields import read_json
@@ -39,6 +39,7 @@ from megafp8.checkpoint.convert.view import ModelView, make_config
 from megafp8.checkpoint.files import METADATA_NAME, sync_directory, write_atomically
 from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.metadata import read_metadata, read_objects
+from megafp8.checkpoint.reader import ShardReader
 from megafp8.config import ModelShape, ParameterSpec, load_config
 from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.errors import CheckpointError
@@ -189,7 +190,7 @@ class DistTensors:
             )
         sizes = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
         metadata = read_metadata(folder, sizes, foreign=True)
-        self._tensors = DcpTensors(folder, metadata)
+        self._tensors = ShardReader(folder, metadata)
         self.entries: dict[str, Described] = {}
         self._where: dict[str, tuple[str, int | None]] = {}
         objects = read_objects(folder, sizes)
@@ -197,7 +198,7 @@ class DistTensors:
         extra += [
             key
             for key, place in objects.items()
-            if EXTRA_STATE in key and self._tensors.holds_data(place)
+            if EXTRA_STATE in key and holds_data(self._tensors, place)
         ]
         names = [*metadata.state_dict_metadata, *objects]
         self.notes = notes_of([n for n in names if n.startswith("optimizer.")], extra)

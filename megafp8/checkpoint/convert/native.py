@@ -34,9 +34,9 @@ from megafp8.checkpoint.files import (
 from megafp8.checkpoint.find import advice, find_checkpoint
 from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, SHARED_PREFIX
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
 from megafp8.checkpoint.scale_checks import RankState, scale_problems
-from megafp8.checkpoint.streaming import TensorReader
 from megafp8.checkpoint.values import flaw, summary
 from megafp8.config import ModelShape, RunConfig
 from megafp8.config.names import SECTIONS

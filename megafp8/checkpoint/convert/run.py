@@ -36,7 +36,7 @@ from megafp8.checkpoint.convert.view import (
     with_padding,
 )
 from megafp8.checkpoint.files import reading, sync_directory
-from megafp8.checkpoint.rewrite import made_folders
+from megafp8.checkpoint.offline import made_folders
 from megafp8.errors import CheckpointError
 
 LARGEST = 2**31 - 1  # of a number in a flag; sizes made of it fit into 64 bits

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.tensor_file import buffer_of
+from megafp8.checkpoint.tensors import buffer_of
 from megafp8.config import ModelShape, RunConfig
 from megafp8.config.shape import EMBEDDING, OUTPUT, ParameterSpec
 from megafp8.errors import CheckpointError, ConfigurationError

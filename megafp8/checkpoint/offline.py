@@ -1,35 +1,41 @@
-"""A complete checkpoint written by one process, tensor by tensor, and read again at the end."""
+"""A complete checkpoint written by one process, tensor by tensor, and read again at the end.
+
+No process group and no device are needed, and no more of the model is in memory than the largest
+tensor and a buffer.
+"""
 
 import dataclasses
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItem
 
 from megafp8.checkpoint.files import (
     LATEST_NAME,
     METADATA_NAME,
-    crc32_of,
     is_temporary,
     iteration_name,
     remove_directory,
     write_atomically,
 )
 from megafp8.checkpoint.lock import FolderLock
+from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.record import CheckpointRecord, FileEntry
 from megafp8.checkpoint.save import commit, make_temporary
-from megafp8.checkpoint.streaming import (
+from megafp8.checkpoint.tensors import (
     BUFFER_BYTES,
-    Holding,
-    LayoutWriter,
-    TensorReader,
+    WORKERS,
     bytes_of,
     crc32_of_tensor,
+    entry_of,
     in_order,
 )
+from megafp8.checkpoint.writer import Box, Holding, ShardFile, plan_shards, write_index
 from megafp8.errors import CheckpointError
 
 
@@ -100,8 +106,6 @@ def _write(
     temporary = make_temporary(root, final.name)
     try:
         wanted, files = _fill(temporary, record, holdings, read)
-        index = temporary / METADATA_NAME
-        files[METADATA_NAME] = FileEntry(size=index.stat().st_size, crc32=crc32_of(index))
         record = dataclasses.replace(record, files=dict(sorted(files.items())))
         found = _read_back(TensorReader(temporary, record))
         lost = [name for name, crc in wanted.items() if found[name] != crc]
@@ -141,14 +145,23 @@ def _fill(
     holdings: Sequence[Holding],
     read: Callable[[str], Tensor],
 ) -> tuple[dict[str, str], dict[str, FileEntry]]:
-    """Write all shards; returns each tensor's CRC-32 before it was cut, and the files."""
-    writer = LayoutWriter(folder, record.tensors, holdings)
+    """Write all files; returns each tensor's CRC-32 before it was cut, and the files."""
+    plans, metadata = plan_shards(record.tensors, [holding.items() for holding in holdings])
+    items: dict[str, list[tuple[int, WriteItem]]] = defaultdict(list)
+    for rank, plan in enumerate(plans):
+        for item in plan:
+            items[item.index.fqn].append((rank, item))
+    files = _Files(folder, [rank for rank, plan in enumerate(plans) if plan])
     sums: dict[str, str] = {}
     writing: deque[tuple[int, list[Future[None]]]] = deque()
     held = 0
 
     def prepare(name: str) -> tuple[str, Tensor, str]:
         tensor = read(name)
+        if entry_of(tensor) != record.tensors[name]:
+            raise CheckpointError(
+                f"{name} is {entry_of(tensor)}, planned was {record.tensors[name]}"
+            )
         return name, tensor, crc32_of_tensor(tensor)
 
     try:
@@ -159,14 +172,50 @@ def _fill(
                 for future in done:
                     future.result()
                 held -= size
-            writing.append((tensor.nbytes, writer.write(name, tensor)))
+            parts = [files.append(rank, item, tensor) for rank, item in items[name]]
+            writing.append((tensor.nbytes, parts))
             held += tensor.nbytes
         for _, done in writing:
             for future in done:
                 future.result()
-        return sums, writer.finish()
+        return sums, files.finish(folder, metadata)
     finally:
-        writer.close()
+        files.close()
+
+
+class _Files:
+    """The ranks' files. Each has one thread, which appends in order: equal calls, equal files."""
+
+    def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
+        self._files = {rank: ShardFile(folder, rank) for rank in ranks}
+        self._threads = [ThreadPoolExecutor(1) for _ in range(min(WORKERS, len(ranks)))]
+        count = len(self._threads)
+        self._thread_of = {rank: self._threads[i % count] for i, rank in enumerate(ranks)}
+
+    def append(self, rank: int, item: WriteItem, tensor: Tensor) -> Future[None]:
+        """Write a rank's part of a whole tensor, which must stay as it is until that is done."""
+        assert item.tensor_data is not None
+        chunk = item.tensor_data.chunk
+        part = Box(tuple(chunk.offsets), tuple(chunk.sizes)).of(tensor)
+        return self._thread_of[rank].submit(self._files[rank].append, item.index, part)
+
+    def finish(self, folder: Path, metadata: Metadata) -> dict[str, FileEntry]:
+        """Force everything to storage and write the index; returns the entries of all files."""
+        done = {
+            file.name: self._thread_of[rank].submit(file.finish)
+            for rank, file in self._files.items()
+        }
+        entries = {name: future.result() for name, future in done.items()}
+        places = {index: p for file in self._files.values() for index, p in file.places.items()}
+        return {**entries, METADATA_NAME: write_index(folder, metadata, places)}
+
+    def close(self) -> None:
+        """Stop the threads and close the files, after success or failure."""
+        for thread in self._threads:
+            thread.shutdown(wait=True, cancel_futures=True)
+        for file in self._files.values():
+            with suppress(OSError):  # of a full disk again, and that has been told
+                file.close()
 
 
 def _read_back(reader: TensorReader) -> dict[str, str]:

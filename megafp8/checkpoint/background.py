@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megafp8.checkpoint.agree import describe
 from megafp8.checkpoint.record import CheckpointRecord
 from megafp8.checkpoint.save import save_checkpoint, write_checkpoint
-from megafp8.checkpoint.staging import Staged, stage
+from megafp8.checkpoint.snapshot import Staged, stage
 from megafp8.errors import CheckpointError
 
 
@@ -82,46 +82,31 @@ class Saver:
                 self._outcome = error
             self._finish()
             return
-        staged = self._stage(tensors)
-        self._thread = threading.Thread(
-            target=self._write,
-            args=(root, iteration, staged, record, keep_last),
-            name=f"save of iteration {iteration}",
-            # A process that has to end while peers are gone must not wait for this one.
-            daemon=True,
-        )
-        self._thread.start()
-
-    def _stage(self, tensors: Mapping[str, Tensor]) -> Callable[[], Staged]:
-        """Copy now; what goes wrong is raised later, where all ranks hear of it."""
+        staged: Staged | Exception
         try:
             staged = stage(tensors, self._buffers)
-        except Exception as error:
-            failure = CheckpointError(describe(error))
-            failure.__cause__ = error
+        except Exception as error:  # raised in the thread, where all ranks hear of it
+            staged = error
 
-            def fail() -> Staged:
-                raise failure
+        def copy() -> Staged:
+            if isinstance(staged, Exception):
+                raise staged
+            return staged
 
-            return fail
-        return lambda: staged
+        def write() -> None:
+            try:
+                self._outcome = write_checkpoint(
+                    root, iteration, copy, record, self._group, keep_last
+                )
+            except CheckpointError as error:
+                self._outcome = error
+            except Exception as error:  # a peer that is gone; training is about to learn of it too
+                self._outcome = CheckpointError(f"saving iteration {iteration}: {describe(error)}")
 
-    def _write(
-        self,
-        root: Path,
-        iteration: int,
-        staged: Callable[[], Staged],
-        record: CheckpointRecord,
-        keep_last: int | None,
-    ) -> None:
-        try:
-            self._outcome = write_checkpoint(
-                root, iteration, staged, record, self._group, keep_last
-            )
-        except CheckpointError as error:
-            self._outcome = error
-        except Exception as error:  # a peer that is gone; training is about to learn of it too
-            self._outcome = CheckpointError(f"saving iteration {iteration}: {describe(error)}")
+        name = f"save of iteration {iteration}"
+        # A process that has to end while peers are gone must not wait for this one.
+        self._thread = threading.Thread(target=write, name=name, daemon=True)
+        self._thread.start()
 
     def poll(self) -> None:
         """Report a save that has ended; no collective and no waiting."""

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from megafp8.checkpoint.record import TensorEntry
+from megafp8.checkpoint.tensors import entry_of
+from megafp8.checkpoint.writer import Box
 from megafp8.errors import CheckpointError
 
 
@@ -21,12 +23,12 @@ class Staged:
 
     Attributes:
         entries: Canonical name to global shape and dtype.
-        plan: DCP's plan of this rank before duplicates are left out.
-        data: The local tensors of the plan's items: the live ones, or copies in host memory.
+        parts: Names with the part of each that this rank holds; None for all of it.
+        data: The local tensors of the parts: the live ones, or copies in host memory.
     """
 
     entries: dict[str, TensorEntry]
-    plan: SavePlan
+    parts: list[tuple[str, Box | None]]
     data: dict[MetadataIndex, Tensor]
 
 
@@ -42,11 +44,20 @@ def stage(tensors: Mapping[str, Tensor], buffers: dict[MetadataIndex, Tensor] | 
         CheckpointError: something is no tensor, holds no values, or is a partial sum.
     """
     entries = _describe_tensors(tensors)
-    plan = create_default_local_save_plan(dict(tensors), is_coordinator=False)
-    data = {item.index: find_state_dict_object(dict(tensors), item.index) for item in plan.items}
+    state = dict(tensors)
+    items = create_default_local_save_plan(state, is_coordinator=False).items
+    data = {item.index: find_state_dict_object(state, item.index) for item in items}
     if buffers is not None:
         data = _copy(data, buffers)
-    return Staged(entries, plan, data)
+    return Staged(entries, [_part_of(item) for item in items], data)
+
+
+def _part_of(item: WriteItem) -> tuple[str, Box | None]:
+    if item.type == WriteItemType.TENSOR:
+        return item.index.fqn, None
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    return item.index.fqn, Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 @torch.no_grad()
@@ -83,8 +94,7 @@ def _describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
             raise CheckpointError(
                 f"{name} is placed as {tensor.placements}: partial sums cannot be stored"
             )
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries[name] = TensorEntry(shape=tuple(tensor.shape), dtype=dtype)
+        entries[name] = entry_of(tensor)
     return entries
 
 
