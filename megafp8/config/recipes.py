@@ -64,7 +64,6 @@ class TransformerEngineRecipe:
 
     Attributes:
         recipe: its class in `transformer_engine.common.recipe`.
-        available: the function of `transformer_engine.pytorch` that says whether a device runs it.
         replaced_by: the recipe it takes without a word on GPUs that do not multiply this one.
         attention: whether cuDNN has FP8 attention for it on Hopper.
         user_buffer_rows: multiple that the rows of a gathered user buffer need; 0 if user buffers
@@ -72,7 +71,6 @@ class TransformerEngineRecipe:
     """
 
     recipe: str
-    available: str = "is_fp8_available"
     replaced_by: RecipeName | None = None
     attention: bool = False
     user_buffer_rows: int = 1
@@ -171,9 +169,7 @@ _TABLE = (
         transformer_engine=TransformerEngineRecipe("DelayedScaling", attention=True),
     ),
     RecipeSpec(
-        "tensorwise",
-        FP8_UNITS,
-        transformer_engine=TransformerEngineRecipe("Float8CurrentScaling"),
+        "tensorwise", FP8_UNITS, transformer_engine=TransformerEngineRecipe("Float8CurrentScaling")
     ),
     RecipeSpec("rowwise", _ROW_UNITS, block_length=0),
     RecipeSpec("rowwise_with_gw_hp", _ROW_UNITS, block_length=0, wgrad_in_fp8="rowwise"),
@@ -185,10 +181,7 @@ _TABLE = (
         power_of_2_scales=True,
         formats=("e4m3",),
         transformer_engine=TransformerEngineRecipe(
-            "Float8BlockScaling",
-            available="is_fp8_block_scaling_available",
-            replaced_by="mxfp8",
-            user_buffer_rows=0,
+            "Float8BlockScaling", replaced_by="mxfp8", user_buffer_rows=0
         ),
     ),
     RecipeSpec(
@@ -199,9 +192,7 @@ _TABLE = (
         power_of_2_scales=True,
         formats=("e4m3",),
         auto="Blackwell multiplies MXFP8",
-        transformer_engine=TransformerEngineRecipe(
-            "MXFP8BlockScaling", available="is_mxfp8_available", user_buffer_rows=128
-        ),
+        transformer_engine=TransformerEngineRecipe("MXFP8BlockScaling", user_buffer_rows=128),
     ),
 )
 RECIPES: dict[str, RecipeSpec] = {spec.name: spec for spec in _TABLE}

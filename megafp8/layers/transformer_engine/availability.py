@@ -84,7 +84,12 @@ def _fp8(te: ModuleType, recipe: str) -> tuple[bool, str]:
     """Whether this device runs a recipe, by TE's own checks, with the reason."""
     theirs = RECIPES[recipe].transformer_engine
     assert theirs is not None  # else refused by `config.backend`
-    able, reason = getattr(te, theirs.available)(return_reason=True)
+    if theirs.recipe == "MXFP8BlockScaling":
+        able, reason = te.is_mxfp8_available(return_reason=True)
+    elif theirs.recipe == "Float8BlockScaling":
+        able, reason = te.is_fp8_block_scaling_available(return_reason=True)
+    else:
+        able, reason = te.is_fp8_available(return_reason=True)
     if able and theirs.replaced_by is not None:
         capability, other = torch.cuda.get_device_capability(), theirs.replaced_by
         if not RECIPES[recipe].units.has(capability):
