@@ -409,3 +409,18 @@ def test_first_scales_of_weights_follow_the_rule_and_leave_no_entry() -> None:
     assert view.item() == 32.0 and made.version == version + 1
     assert made.scale_inv.tolist() == (1 / made.scale).tolist()
     assert made.amax_history[-1].tolist() == [0.0, 0.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "freeze"])
+def test_held_tensors_keep_scale_and_window(nonfinite: str) -> None:
+    made = registry(("a", "b"), amax_history_len=4, nonfinite_amax=nonfinite)
+    step(made, 2.0, 2.0)
+    made.hold("a", True)
+    step(made, INF, 8.0)
+    assert made.scale.tolist() == fp32(224.0, 56.0) and made.nonfinite.tolist() == [0, 0]
+    assert made.amax_history[-2:].tolist() == [[0.0, 2.0], [2.0, 8.0]]
+    made.hold("elsewhere", True)  # another rank's
+    made.hold("a", False)
+    step(made, 4.0, 4.0)
+    assert made.scale.tolist() == fp32(112.0, 56.0)
+    assert made.amax_history[-2:].tolist() == [[2.0, 8.0], [4.0, 4.0]]

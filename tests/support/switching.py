@@ -34,8 +34,10 @@ def switched_and_wanted(
     one = start(flags)
     one.iterate(2)
     first = save(one, folder / "first", te)
+    held = scales(one, name)
     one.model.set_precision(name, "bf16")
     found = (one.iterate(2), one.digests())
+    assert scales(one, name) == held
     assert one.model.plan.precision(name) == "bf16" and one.plan.precision(name) == "fp8"
     second = save(one, folder / "second", te)
     one.model.set_precision(name, "fp8")
@@ -45,6 +47,14 @@ def switched_and_wanted(
     wanted = (kept.iterate(2), kept.digests())
     whole = start(flags, load=second)
     return (*found, *back), (*wanted, whole.iterate(2), whole.digests())
+
+
+def scales(training: Training, name: str) -> dict[str, Any]:
+    """Scales and windows of a linear where this rank holds it."""
+    registry = training.model.registry
+    assert registry is not None
+    kept = {key: value for key, value in registry.tensors().items() if f".{name}." in key}
+    return {key: value.tolist() for key, value in kept.items()}
 
 
 def save(training: Training, folder: Path, te: bool) -> str:

@@ -149,7 +149,8 @@ class RegistryQuantizers(TransformerEngineBaseModule):
             return
         if cast is None:
             assert x is not None
-            quantizer = self._sets.get((key, False), self.quantizers[key])[slot].copy()
+            quantizers: Any = self._sets.get((key, False)) or self.quantizers[key]
+            quantizer = quantizers[slot].copy()
             quantizer.internal = False
             quantizer.set_usage(rowwise=True, columnwise=False)
             cast = quantizer.quantize(x.detach().flatten(0, -2))
