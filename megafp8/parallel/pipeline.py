@@ -1,13 +1,15 @@
 """Runs micro-batches through the stages of a rank: torch's pipeline schedules, or a plain loop.
 
 A stage is a module `forward(x, **micro_batch) -> Tensor`: the first takes token ids [b, s], others
-the boundary tensor [s(/tp), b, h]; the last returns the micro-batch's summed loss as [1].
+the boundary tensor [s(/tp), b, h]; the last returns the micro-batch's summed loss as [1]. Any stage
+may return (Tensor, {name: loss}) instead: further losses, scalars that are sums over the tokens as
+the main one is, are trained with it and are equal on the ranks of a tp group.
 Boundary tensors are BF16 in BF16 and FP8 runs (the compute dtype elsewhere), in both directions;
 this is asserted on every tensor that is sent.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +28,9 @@ SCHEDULES = {
     "interleaved": schedules.ScheduleInterleaved1F1B,
     "zbv": schedules.ScheduleZBVZeroBubble,
 }
+
+
+StageOutput = Tensor | tuple[Tensor, Mapping[str, Tensor]]
 
 
 @dataclass
@@ -56,6 +61,10 @@ class _CountedStage(PipelineStage):
 
     mesh: Mesh
     boundary_dtype: torch.dtype
+    take_losses: Callable[[StageOutput], Tensor]
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.take_losses(super().forward_maybe_with_nosync(*args, **kwargs))
 
     def _check(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         for op in ops:
@@ -78,6 +87,19 @@ def _check_boundary(tensor: Tensor, allowed: torch.dtype, stage: int) -> None:
         raise TrainingError(f"stage {stage}: boundary tensor is {tensor.dtype}, allowed {allowed}")
 
 
+class _WithLosses(torch.autograd.Function):
+    """A stage's tensor as it is; its backward is the beginning of the further losses', too."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, scale: float, *losses: Tensor) -> Tensor:
+        ctx.gradients = [torch.full_like(loss, scale) for loss in losses]
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None, *ctx.gradients
+
+
 def _scaled_identity(scale: Callable[[], float]) -> Callable[[Tensor, Tensor], Tensor]:
     """The schedule's loss function: the last stage already returns the loss sum."""
     # [1] -> scalar; the factor is asked for at each call, since an FP16 loss scale moves between
@@ -95,6 +117,10 @@ class PipelineRunner:
         boundary: shape of a boundary tensor, [s(/tp), b, h].
         boundary_dtype: dtype of boundary tensors.
         deferred: one queue per stage for zero-bubble schedules, else None.
+        extra_losses: names of all further losses that stages return, the same on all ranks.
+
+    Attributes:
+        extra_totals: fp64 scalar by name, this rank's sum over the last `train`, unscaled.
     """
 
     def __init__(
@@ -105,6 +131,7 @@ class PipelineRunner:
         boundary: tuple[int, int, int],
         boundary_dtype: torch.dtype,
         deferred: Sequence[DeferredWeightGradients] | None = None,
+        extra_losses: Sequence[str] = (),
     ) -> None:
         self.modules, self.mesh, self.schedule = list(stages), mesh, schedule
         self.boundary, self.boundary_dtype = boundary, boundary_dtype
@@ -112,6 +139,8 @@ class PipelineRunner:
         self.indices = mesh.layout.stage_indices(mesh.pp_rank)
         self.last_index = mesh.layout.num_stages - 1
         self.loss_scale = 1.0
+        self.extra_losses = tuple(extra_losses)
+        self._reset_totals()
         self._schedules: dict[int, Any] = {}
 
     @property
@@ -139,6 +168,7 @@ class PipelineRunner:
             Fp32 sums of micro-batches add up exactly in it, in whatever order ranks have them.
         """
         self.loss_scale = loss_scale
+        self._reset_totals()
         if self.mesh.layout.pp == 1:
             return self._train_alone(micro_batches, between)
         count = len(micro_batches)
@@ -164,6 +194,19 @@ class PipelineRunner:
         # The losses were multiplied for the backward; what is reported is not.
         return total / loss_scale
 
+    def _reset_totals(self) -> None:
+        zero = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device)
+        self.extra_totals = {name: zero.clone() for name in self.extra_losses}
+
+    def _take_losses(self, output: StageOutput) -> Tensor:
+        """Note a stage's further losses and hang their gradients on its tensor."""
+        if isinstance(output, Tensor):
+            return output
+        tensor, losses = output
+        for name, loss in losses.items():
+            self.extra_totals[name] += loss.detach()
+        return _WithLosses.apply(tensor, self.loss_scale, *losses.values())  # type: ignore[return-value]
+
     def _train_alone(
         self, micro_batches: list[dict[str, Tensor]], between: Callable[[], None]
     ) -> Tensor:
@@ -173,7 +216,7 @@ class PipelineRunner:
         for index, micro_batch in enumerate(micro_batches):
             begin_micro_batch(module, index == len(micro_batches) - 1, keep)
             # [b, s] -> [1], the sum over tokens
-            loss = module(micro_batch["tokens"], **_rest(micro_batch)).sum()
+            loss = self._take_losses(module(micro_batch["tokens"], **_rest(micro_batch))).sum()
             (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
             total += loss.detach()
             if index < len(micro_batches) - 1:
@@ -202,6 +245,7 @@ class PipelineRunner:
                 dw_builder=self.deferred[position].take if self.deferred else None,
             )
             stage.mesh, stage.boundary_dtype = self.mesh, self.boundary_dtype
+            stage.take_losses = self._take_losses
             stages.append(stage)
         # These take one stage a rank, the others a list of them.
         single = self.schedule in ("1f1b", "gpipe")
@@ -245,7 +289,7 @@ class PipelineRunner:
                 x = kept.pop((index - 1, number))
             else:
                 x = self._receive(owner[index - 1])
-            y = modules[index](x, **_rest(micro_batch))
+            y = self._take_losses(modules[index](x, **_rest(micro_batch)))
             if index == self.last_index:
                 outputs.append(y)
             elif owner[index + 1] == rank:

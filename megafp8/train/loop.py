@@ -261,6 +261,7 @@ class Loop:
             loss_scale=loss_scale,
             params_norm=params_norm,
             num_zeros_in_grad=result.zeros_in_grad,
+            extra_losses=result.extra_losses,
         )
 
     def _over_ranks(self) -> tuple[dict[str, dict[str, int]], dict[str, int], int]:

@@ -17,7 +17,7 @@ from megafp8.log import JsonlSink, get_logger
 
 METRICS_FILE = "metrics.jsonl"
 # Left out of a line where they are not measured; all other keys are always there.
-OPTIONAL_KEYS = ("valid_loss", "params_norm", "num_zeros_in_grad")
+OPTIONAL_KEYS = ("valid_loss", "params_norm", "num_zeros_in_grad", "extra_losses")
 
 logger = get_logger(__name__)
 
@@ -46,6 +46,7 @@ class IterationMetrics:
         loss_scale: Factor on the loss; 1.0 without one.
         params_norm: With `--log-params-norm`.
         num_zeros_in_grad: With `--log-num-zeros-in-grad`.
+        extra_losses: Losses beside the main one by name, in the same unit; None without any.
     """
 
     iteration: int
@@ -67,6 +68,7 @@ class IterationMetrics:
     loss_scale: float = 1.0
     params_norm: float | None = None
     num_zeros_in_grad: int | None = None
+    extra_losses: Mapping[str, float] | None = None
 
     def entry(self) -> dict[str, Any]:
         """Return the object that is written to `metrics.jsonl`."""
@@ -343,4 +345,6 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _number(part) for name, part in value.items()}
     return float(value) if value in ("nan", "inf", "-inf") else value

@@ -36,8 +36,8 @@ class Stored:
     absent: Collection[str]
 
 
-class StatePart(Protocol):
-    """One part of a run's state.
+class StatePart:
+    """One part of a run's state; what is not overridden here is empty.
 
     Attributes:
         name: differs from those of other parts.
@@ -45,23 +45,23 @@ class StatePart(Protocol):
     """
 
     name: str
-    with_weights: bool
+    with_weights = False
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """Return its entries in the record's `state` or `data_position`, by this name."""
-        ...
+        return {}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors by their names in a checkpoint; a collective call."""
-        ...
+        return {}
 
     def targets(self, path: Path, record: CheckpointRecord) -> dict[str, Tensor]:
         """Return tensors to load a checkpoint's into, by their names there."""
-        ...
+        return {}
 
     def take(self, stored: Stored) -> None:
         """Go on from a checkpoint, or say what it means that it lacks this; a collective call."""
-        ...
+        raise NotImplementedError
 
 
 class Stateful(Protocol):
@@ -76,18 +76,16 @@ class Stateful(Protocol):
         ...
 
 
-class NamedPart:
+class NamedPart(StatePart):
     """A part under its own name: `state.<name>` in the record, tensors as `state.<name>.*`.
 
     A checkpoint without it, or without one of its tensors, leaves it as it is.
 
     Args:
         name: of the part.
-        owner: has the state; what is no tensor there has to be equal on all ranks.
+        owner: has the state; what is no DTensor there has to be equal on all ranks.
         missing: the end of the warning where a checkpoint lacks it; empty for none.
     """
-
-    with_weights = False
 
     def __init__(self, name: str, owner: Stateful, missing: str = "") -> None:
         self.name, self._owner, self._missing = name, owner, missing

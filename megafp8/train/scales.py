@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +14,10 @@ from megafp8.checkpoint.scale_state import scale_targets, scale_tensors, take_sc
 from megafp8.config.precision import PrecisionConfig
 from megafp8.numerics import ScaleRegistry, compute_amax
 from megafp8.parallel.mesh import Mesh
-from megafp8.train.parts import Stored
+from megafp8.train.parts import StatePart, Stored
 
 
-class ScaleCycle:
+class ScaleCycle(StatePart):
     """Moves the scales of a registry from step to step, equal on all ranks that share them.
 
     Per step: `begin`, `between_micro_batches` after each micro-batch but the last, `fault` before
@@ -130,10 +129,6 @@ class ScaleCycle:
         keys = self.registry.keys
         bad = self._bad_casts(self.registry).nonzero().flatten().tolist()
         return [f"{keys[index][0]} (FP8 {keys[index][1]})" for index in bad]
-
-    def sections(self) -> dict[str, dict[str, Any]]:
-        """Return none: all of it are tensors."""
-        return {}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return scales and windows for a checkpoint, found equal where ranks share them."""

@@ -25,14 +25,14 @@ from megafp8.log import get_logger
 from megafp8.train.continuity import check_same_run, schedule_changes
 from megafp8.train.new_tokens import check_rows, start_new_tokens
 from megafp8.train.optimizer import optimizer_tensors
-from megafp8.train.parts import Stored
+from megafp8.train.parts import StatePart, Stored
 from megafp8.train.step import TrainingStep
 
 log = get_logger(__name__)
 
 
 @dataclass
-class TrainState:
+class TrainState(StatePart):
     """Position and counters of a run: the part of its state that says where it is.
 
     Attributes:
@@ -43,7 +43,6 @@ class TrainState:
     """
 
     name = "data position"
-    with_weights = False
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -57,14 +56,6 @@ class TrainState:
             "nan_iterations": self.nan_iterations,
         }
         return {"data_position": {"consumed_samples": self.consumed_samples}, "state": counters}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return none."""
-        return {}
-
-    def targets(self, path: Path, record: CheckpointRecord) -> dict[str, Tensor]:
-        """Return none."""
-        return {}
 
     def take(self, stored: Stored) -> None:
         """Be where the run that saved was.

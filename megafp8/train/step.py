@@ -32,6 +32,8 @@ class StepResult:
         skipped: whether the optimizer step was left out.
         zeros_in_grad: exact zeros among the gradients, if the run logs them.
         reason: why the step was left out, in words; the same on all ranks.
+        extra_losses: means over the same tokens of losses beside the main one, where stages return
+            any.
     """
 
     loss: float
@@ -40,6 +42,7 @@ class StepResult:
     skipped: bool
     zeros_in_grad: int | None = None
     reason: str = ""
+    extra_losses: dict[str, float] | None = None
 
 
 class TrainingStep:
@@ -88,7 +91,7 @@ class TrainingStep:
         self.gradients.collect()
         norm = self.gradients.norm(self._hidden_fault(local_loss))
         # The one wait for the device: everything above is in its queue by now.
-        loss_sum, tokens, raw_norm = torch.cat((totals, norm.reshape(1))).tolist()
+        loss_sum, tokens, *extra_sums, raw_norm = torch.cat((totals, norm.reshape(1))).tolist()
         divisor = tokens * scale if tokens else 1.0
         grad_norm = raw_norm / divisor
         zeros = self.gradients.zeros() if self.config.logging.log_num_zeros_in_grad else None
@@ -110,24 +113,30 @@ class TrainingStep:
         self.loss_scaler.update(not finite)
         # One that lowers the loss scale is how the scale is found, not a fault.
         self.bad_steps_in_a_row = 0 if finite or overflow else self.bad_steps_in_a_row + 1
-        loss = loss_sum / tokens if tokens else 0.0
-        return StepResult(loss, grad_norm, tokens, skipped, zeros, reason)
+        loss, *extras = (total / tokens if tokens else 0.0 for total in (loss_sum, *extra_sums))
+        names = self.model.runner.extra_losses
+        extra_losses = dict(zip(names, extras, strict=True)) or None
+        return StepResult(loss, grad_norm, tokens, skipped, zeros, reason, extra_losses)
 
     def _totals(self, local_loss: Tensor, micro_batches: list[dict[str, Tensor]]) -> Tensor:
-        """Fp64 [2]: loss sum and counted tokens of the global batch, from the last stages."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.world.device)
+        """Fp64 [2 + n]: sums of the global batch: loss, counted tokens and further losses."""
+        extras = list(self.model.runner.extra_totals.values())
+        totals = torch.zeros(2 + len(extras), dtype=torch.float64, device=self.mesh.world.device)
         if self.model.runner.has_last:
             totals[0] = local_loss
             totals[1] = sum(batch["loss_mask"].sum(dtype=torch.float64) for batch in micro_batches)
+        if extras:
+            totals[2:] = torch.stack(extras)
         self.mesh.loss.all_reduce(totals, "loss")
         return totals
 
     def _hidden_fault(self, local_loss: Tensor) -> Tensor:
         """Inf if this rank saw a fault that its gradients may not show, else 0.
 
-        A loss that is not finite, and what `ScaleCycle.fault` sees in tensors cast to FP8.
+        Losses that are not finite, and what `ScaleCycle.fault` sees in tensors cast to FP8.
         """
-        fault = ~local_loss.isfinite() | self.scales.fault()
+        losses = torch.stack([local_loss, *self.model.runner.extra_totals.values()])
+        fault = ~losses.isfinite().all() | self.scales.fault()
         return torch.where(fault, torch.inf, 0.0)
 
     def _report_skip(self, iteration: int, tokens: float) -> str:

@@ -50,6 +50,7 @@ def scalars(metrics: IterationMetrics) -> dict[str, float]:
         "communication-bytes": float(
             sum(sum(sizes.values()) for sizes in metrics.comm_bytes.values())
         ),
+        **(metrics.extra_losses or {}),
     }
     return {name: float(value) for name, value in values.items() if value is not None}
 

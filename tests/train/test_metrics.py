@@ -113,17 +113,19 @@ def test_an_interval_of_skipped_steps_shows_the_last_loss():
 def test_entries_have_the_published_keys_and_are_flushed(tmp_path):
     sink = writer(tmp_path)
     sink.write(metrics(1))
-    sink.write(metrics(2, valid_loss=2.75, loss=math.nan, grad_norm=math.inf))
+    extra = {"extra_losses": {"balance": math.inf}}
+    sink.write(metrics(2, valid_loss=2.75, loss=math.nan, grad_norm=math.inf, **extra))
     # Read while the writer is still open.
     first, second = (
         json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
     )
-    assert list(first)[: len(KEYS)] == KEYS and "valid_loss" not in first
+    assert list(first)[: len(KEYS)] == KEYS and not {"valid_loss", "extra_losses"} & first.keys()
     assert first["mfu"] is None and first["comm_bytes"] == {"loss": {"float32": 8}}
     assert second["valid_loss"] == 2.75
     assert (second["loss"], second["grad_norm"]) == ("nan", "inf")
     read = read_metrics(tmp_path)
     assert math.isnan(read[1]["loss"]) and read[1]["grad_norm"] == math.inf
+    assert read[1]["extra_losses"] == {"balance": math.inf}
     sink.close()
 
 

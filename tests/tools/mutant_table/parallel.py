@@ -91,6 +91,14 @@ PARALLEL = (
         ("train/test_step.py::test_fp16_boundaries_are_fp16",),
     ),
     Mutant(
+        "further losses are reported alone",
+        PIPELINE,
+        "        return gradients[0], None, *ctx.gradients\n",
+        "        return gradients[0], None, *(None for _ in ctx.gradients)\n",
+        "a stage's own losses train nothing",
+        ("distributed/test_extra_losses.py",),
+    ),
+    Mutant(
         "loss summed over one stage",
         AXES,
         '4, {"loss", "tied"}, alone=True',

@@ -77,6 +77,14 @@ TRAIN = (
         (f"{RESUME}[fsdp2-tensorwise-gathered]",),
     ),
     Mutant(
+        "half of a part is taken for the whole",
+        "megafp8/train/parts.py",
+        "numbers is None or not stored.tensors.keys().isdisjoint(stored.absent)",
+        "numbers is None",
+        "a part goes on with the tensors of a new run and the numbers of an old one",
+        ("train/test_parts.py::test_what_a_missing_part_means_is_said",),
+    ),
+    Mutant(
         "second moments not saved",
         STATE,
         "            if key.startswith(prefix):\n",
