@@ -9,7 +9,7 @@ from megafp8.config import ParameterSpec
 from megafp8.layers.parameters import local
 from megafp8.model import Model
 from megafp8.parallel.mesh import Mesh
-from megafp8.train.optimizer import NamedShard, wants_decay
+from megafp8.train.optimizer import NamedShard
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,7 @@ class Gradients:
 
     def named_shards(self) -> list[NamedShard]:
         """The local fp32 shards for `build_optimizer`, in a fixed order."""
-        return [
-            NamedShard(e.name, e.shard, wants_decay(e.name, e.parameter.dim()))
-            for e in self.entries
-        ]
+        return [NamedShard(e.name, e.shard, e.spec.decays) for e in self.entries]
 
     @torch.no_grad()
     def collect(self) -> None:

@@ -25,23 +25,12 @@ class NamedShard:
         name: Canonical name.
         shard: This rank's rows, fp32 and contiguous, without a graph; zero rows are allowed. It is
             updated in place, and its `.grad` (same shape and layout) is what the step uses.
-        decay: Whether weight decay applies, see `wants_decay`.
+        decay: Whether weight decay applies.
     """
 
     name: str
     shard: torch.Tensor
     decay: bool
-
-
-def wants_decay(name: str, dimensions: int) -> bool:
-    """Say whether a parameter is decayed: matrices are, biases and norms are not, as in Megatron.
-
-    Args:
-        name: Canonical name.
-        dimensions: Dimensions of the global parameter. The fused SwiGLU bias is [2, ffn] and has
-            two without being a matrix, hence the name.
-    """
-    return dimensions >= 2 and not name.endswith(".bias")
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
