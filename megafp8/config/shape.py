@@ -58,6 +58,11 @@ class ParameterSpec:
         tp = {} if self.tp_dim is None else {"tp": self.tp_dim}
         return tp | {"fsdp": self.fsdp_dim}
 
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to matrices, not to biases and norms, as in Megatron."""
+        return self.kind not in ("bias", "norm", "norm_bias")
+
     def counts_at(self, place: Place) -> bool:
         """Say whether sums over all ranks take this parameter's part from the rank at `place`.
 

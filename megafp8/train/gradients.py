@@ -11,7 +11,6 @@ from megafp8.config import ParameterSpec
 from megafp8.layers.parameters import local
 from megafp8.model import Model
 from megafp8.parallel.mesh import Mesh
-from megafp8.train.optimizer import wants_decay
 from megafp8.train.shards import NamedShard
 
 
@@ -57,9 +56,7 @@ class Gradients:
     def named_shards(self) -> list[NamedShard]:
         """The local fp32 shards for `build_optimizer`, in a fixed order."""
         return [
-            NamedShard(
-                e.name, e.shard, wants_decay(e.name, e.parameter.dim()), cast(DTensor, e.parameter)
-            )
+            NamedShard(e.name, e.shard, e.spec.decays, cast(DTensor, e.parameter))
             for e in self.entries
         ]
 

@@ -25,17 +25,6 @@ Groups = list[dict[str, Any]]
 _Builder = Callable[[OptimizerConfig, Groups, Sequence[NamedShard]], torch.optim.Optimizer]
 
 
-def wants_decay(name: str, dimensions: int) -> bool:
-    """Say whether a parameter is decayed: matrices are, biases and norms are not, as in Megatron.
-
-    Args:
-        name: Canonical name.
-        dimensions: Dimensions of the global parameter. The fused SwiGLU bias is [2, ffn] and has
-            two without being a matrix, hence the name.
-    """
-    return dimensions >= 2 and not name.endswith(".bias")
-
-
 def check_optimizer(config: OptimizerConfig) -> None:
     """Check before anything is started that the optimizer is there.
 

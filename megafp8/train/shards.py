@@ -16,7 +16,7 @@ class NamedShard:
         name: Canonical name.
         shard: This rank's rows, fp32 and contiguous, without a graph; zero rows are allowed. It is
             updated in place, and its `.grad` (same shape and layout) is what the step uses.
-        decay: Whether weight decay applies, see `wants_decay`.
+        decay: Whether weight decay applies, see `ParameterSpec.decays`.
         parameter: What the shard is a part of, with global shape, device mesh and placements; None
             where the shard is all of it.
     """

@@ -36,9 +36,10 @@ from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.rank_scales import LOCAL_PREFIX, SHARED_PREFIX
 from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.record import CheckpointRecord, TensorEntry
+from megafp8.checkpoint.reshard import layout_fields
 from megafp8.checkpoint.scale_checks import RankState, scale_problems
 from megafp8.checkpoint.values import flaw, summary
-from megafp8.config import ModelShape, RunConfig
+from megafp8.config import Layout, ModelShape, RunConfig
 from megafp8.config.names import SECTIONS
 from megafp8.config.records import CheckpointConfig, LoggingConfig
 from megafp8.errors import CheckpointError, ConfigurationError
@@ -190,8 +191,7 @@ def write_native(
     record = CheckpointRecord(
         iteration=0,
         config=config.model_dump(mode="json"),
-        layout={"world_size": 1, "tp": 1, "pp": 1, "vp": 1, "fsdp": 1, "replicate": 1}
-        | {"pipeline_schedule": "1f1b"},
+        layout=layout_fields(Layout(layers_per_stage=view.shape.num_layers)),
         data_position={"consumed_samples": 0},
         state={
             "vocab_size": view.shape.vocab_size,

@@ -161,11 +161,11 @@ TRAIN = (
     ),
     Mutant(
         "biases decay",
-        OPTIMIZER,
-        'return dimensions >= 2 and not name.endswith(".bias")',
-        "return dimensions >= 2",
+        SHAPE,
+        'return self.kind not in ("bias", "norm", "norm_bias")',
+        'return self.kind not in ("norm", "norm_bias")',
         "the fused SwiGLU bias is decayed",
-        ("train/test_gradients.py::test_decay_is_for_matrices", "train/test_optimizer.py"),
+        ("train/test_gradients.py::test_decay_is_for_matrices",),
     ),
     Mutant(
         "betas change places",
