@@ -17,19 +17,14 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.launch import gpu_model
-from megafp8.launch.gpu_model import KEY, Sizes, light_block, single_layout
-from megafp8.numerics import Recipe
-from megafp8.numerics.kernels import EAGER
-from megafp8.parallel.mesh import Mesh, build_mesh
-from megafp8.parallel.startup import start, stop
+from bench.model import BF16, KEY, RECIPES, BenchModel, Sizes
+from megafp8.parallel import World, start, stop
 
 MODES = (None, "selective", "full")
 
 
-def recipes() -> dict[str, Recipe | None]:
-    """BF16 (no recipe), and every FP8 recipe."""
-    return {"bf16": None} | {f"fp8 {name}": recipe for name, recipe in gpu_model.recipes().items()}
+PRECISIONS = {"bf16": BF16} | {f"fp8 {name}": flags for name, flags in RECIPES.items()}
+EAGER = ("--fp8-kernels", "eager")
 
 
 def saved_bytes(call: Callable[[], Tensor], parameters: list[nn.Parameter]) -> int:
@@ -56,20 +51,19 @@ def _address(tensor: Tensor) -> int:
     return _plain(tensor.detach()).untyped_storage().data_ptr()
 
 
-def block_bytes(sizes: Sizes, mesh: Mesh, recipe: Recipe | None, mode: str | None) -> int:
+def block_bytes(sizes: Sizes, world: World, flags: tuple[str, ...], mode: str | None) -> int:
     """Activation bytes of one block."""
-    block, _ = light_block(sizes, mesh, recipe, EAGER, mode)
+    recompute = () if mode is None else ("--recompute-granularity", mode)
+    block = BenchModel(sizes, (*flags, *EAGER, *recompute), world).block()
     x = torch.randn(sizes.seq, sizes.batch, sizes.hidden).bfloat16().requires_grad_(True)
-    return saved_bytes(lambda: block(x, KEY), list(block.parameters()))
+    return saved_bytes(lambda: block.forward(x, KEY), list(block.parameters()))
 
 
-def linear_bytes(sizes: Sizes, mesh: Mesh, recipe: Recipe | None) -> int:
+def linear_bytes(sizes: Sizes, world: World, flags: tuple[str, ...]) -> int:
     """Activation bytes of the four linears of a block alone."""
-    block, _ = light_block(sizes, mesh, recipe, EAGER)
-    total = 0
+    bench, total = BenchModel(sizes, (*flags, *EAGER), world), 0
     for name, (inner, _) in sizes.linears.items():
-        part = block.mlp if "fc" in name else block.self_attention
-        linear = getattr(part, name)
+        linear = bench.linear(name)
         x = torch.randn(sizes.seq, sizes.batch, inner).bfloat16().requires_grad_(True)
         total += saved_bytes(lambda layer=linear, x=x: layer(x), list(linear.parameters()))
     return total
@@ -89,7 +83,7 @@ def main() -> None:
         shown = f"{text} (default: {default})"
         parser.add_argument(f"--{name}", type=int, default=default, help=shown)
     sizes = Sizes(**vars(parser.parse_args()))
-    mesh = build_mesh(single_layout(), start(0, 1, 0, "gloo"))
+    world = start(0, 1, 0, "gloo")
     unit = sizes.tokens * sizes.hidden
     base: dict[str, int] = {}
     print(f"{sizes}")
@@ -98,9 +92,9 @@ def main() -> None:
         "| | " + " | ".join(["linears", *(f"recompute {mode or 'none'}" for mode in MODES)]) + " |"
     )
     print("|---" * (len(MODES) + 2) + "|")
-    for name, recipe in recipes().items():
-        cells = {"linears": linear_bytes(sizes, mesh, recipe)}
-        cells |= {str(mode): block_bytes(sizes, mesh, recipe, mode) for mode in MODES}
+    for name, flags in PRECISIONS.items():
+        cells = {"linears": linear_bytes(sizes, world, flags)}
+        cells |= {str(mode): block_bytes(sizes, world, flags, mode) for mode in MODES}
         base = base or cells
         shown = [f"{cells[key] / unit:.2f} ({cells[key] / base[key]:.2f})" for key in cells]
         print(f"| {name} | " + " | ".join(shown) + " |")

@@ -39,7 +39,8 @@ TREE = {str(path.relative_to(ROOT)) for part in PARTS for path in (ROOT / part).
 NAMES = {Path(name).name for name in TREE} | {path.name for path in ROOT.iterdir()}
 # Flags and files of other programs, and words that stand for a flag.
 OTHERS = {
-    "pip": "--disable-pip-version-check --no-build-isolation --no-deps --quiet --target --clear",
+    "pip": "--disable-pip-version-check --find-links --no-build-isolation --no-deps --no-index "
+    "--quiet --target --clear",
     "torchrun": "--nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id "
     "--signals-to-handle",
     "srun and sbatch": "--cpus-per-task --exclusive --gpus-per-node --job-name --kill-on-bad-exit "
@@ -57,7 +58,7 @@ FOREIGN = {word for words in OTHERS.values() for word in words.split()}
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]\b(?!-)")
 FILE = re.compile(r"[\w./-]*\w\.(?:py|sh|sbatch|md)\b")
 INSIDE = re.compile(rf"(?<![\w./-])(?:{'|'.join(PARTS)})/[\w./-]*\w")
-MODULE = re.compile(r"-m (megafp8[\w.]*\w)")
+MODULE = re.compile(r"-m ((?:megafp8|bench)\b[\w.]*\w)")
 VARIABLE = re.compile(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b")
 PROGRAM = re.compile(r"\b(?:pretrain_gpt|(?:tests/tools|tools|bench)/\w+)\.py\b")
 
@@ -96,7 +97,7 @@ def options_of(program: str) -> frozenset[str]:
 @cache
 def all_options() -> frozenset[str]:
     programs = [str(path.relative_to(ROOT)) for path in PROGRAMS]
-    ours = ["pretrain_gpt.py", "megafp8/launch/gpu_check.py", *programs]
+    ours = ["pretrain_gpt.py", "bench/gpu/check.py", *programs]
     return frozenset().union(*map(options_of, ours))
 
 
@@ -148,6 +149,7 @@ def test_variables_of_the_documents_are_read_somewhere() -> None:
         ("use tools/checkpoint.py, or docs/no/log.py", ["tools/checkpoint.py", "docs/no/log.py"]),
         ("see evaluate.py and scripts/configs/no.yaml", ["scripts/configs/no.yaml", "evaluate.py"]),
         ("python -m megafp8.launch.no", ["megafp8/launch/no.py"]),
+        ("python -m bench.gpu.no and python -m bench.gpu.check", ["bench/gpu/no.py"]),
         ("give --no-such-flag", ["--no-such-flag"]),
         ("use --skip-train", ["--skip-train"]),
         (

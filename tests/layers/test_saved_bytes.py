@@ -6,13 +6,11 @@ from types import ModuleType
 
 import pytest
 
-from megafp8.launch.gpu_model import Sizes, single_layout
-from megafp8.numerics import Recipe
-from megafp8.parallel import build_mesh
+from bench.model import Sizes
 from tests.model.small import world
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-SIZES = Sizes(hidden=128, ffn=448, heads=8, groups=2, seq=128, batch=1)
+SIZES = Sizes(hidden=512, ffn=1792, heads=8, groups=2, seq=128, batch=1)
 UNIT = SIZES.tokens * SIZES.hidden
 
 
@@ -27,8 +25,10 @@ def memory() -> ModuleType:
 
 
 def test_fp8_linears_keep_half_of_what_bf16_keeps(memory: ModuleType) -> None:
-    mesh = build_mesh(single_layout(), world())
-    found = {name: memory.linear_bytes(SIZES, mesh, recipe) for name, recipe in _recipes(memory)}
+    found = {
+        name: memory.linear_bytes(SIZES, world(), flags)
+        for name, flags in memory.PRECISIONS.items()
+    }
     inputs = sum(inner for inner, _ in SIZES.linears.values())
     assert found["bf16"] == 2 * SIZES.tokens * inputs
     assert found["fp8 delayed"] == SIZES.tokens * inputs, "one byte, and one copy"
@@ -37,15 +37,10 @@ def test_fp8_linears_keep_half_of_what_bf16_keeps(memory: ModuleType) -> None:
     assert len(found) == 5 and max(found.values()) <= 0.55 * high[1], "codes and their scales"
 
 
-def _recipes(memory: ModuleType) -> list[tuple[str, Recipe | None]]:
-    return list(memory.recipes().items())
-
-
 def test_block_keeps_less_in_fp8_and_under_recompute(memory: ModuleType) -> None:
-    mesh = build_mesh(single_layout(), world())
     kept = {
-        (name, mode): memory.block_bytes(SIZES, mesh, recipe, mode)
-        for name, recipe in _recipes(memory)
+        (name, mode): memory.block_bytes(SIZES, world(), flags, mode)
+        for name, flags in memory.PRECISIONS.items()
         if name in ("bf16", "fp8 delayed", "fp8 mxfp8")
         for mode in memory.MODES
     }
