@@ -1,5 +1,6 @@
 """FP8 numerics: formats, casts, GEMMs and scale state. Knows no process groups and no models."""
 
+from megafp8.numerics.device_gemm import fp8_hardware, recipe_hardware, writes_fp32
 from megafp8.numerics.formats import E4M3, E5M2, Fp8Format
 from megafp8.numerics.gemm import (
     DIMENSION_MULTIPLE,
@@ -16,7 +17,6 @@ from megafp8.numerics.granular import (
     quantize_tensor,
     weight_block,
 )
-from megafp8.numerics.hardware import fp8_hardware, recipe_hardware, writes_fp32
 from megafp8.numerics.payload import decode_row, encode_rows, sum_rows
 from megafp8.numerics.probe import missing_product
 from megafp8.numerics.products import cpu_products, linear, matmul, product_dtype
