@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from megafp8.config.cli import load_config
     from megafp8.config.environment import LaunchEnvironment
     from megafp8.config.layout import Layout
-    from megafp8.config.run import RunConfig
+    from megafp8.config.run_config import RunConfig
     from megafp8.config.shape import LinearSpec, ModelShape, ParameterSpec
 
 # Loaded when asked for: layers and numerics run where pydantic and PyYAML are missing.
@@ -15,7 +15,7 @@ _HOMES = {
     "load_config": "megafp8.config.cli",
     "LaunchEnvironment": "megafp8.config.environment",
     "Layout": "megafp8.config.layout",
-    "RunConfig": "megafp8.config.run",
+    "RunConfig": "megafp8.config.run_config",
     "LinearSpec": "megafp8.config.shape",
     "ModelShape": "megafp8.config.shape",
     "ParameterSpec": "megafp8.config.shape",

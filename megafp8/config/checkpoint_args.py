@@ -7,7 +7,7 @@ from typing import Any
 
 from megafp8.config.messages import flag_name, shown
 from megafp8.config.model import DERIVED, ModelConfig
-from megafp8.config.run import RunConfig
+from megafp8.config.run_config import RunConfig
 from megafp8.errors import ConfigurationError
 
 # Path of the checkpoint that a `--load` means, and the configuration it was saved with.

@@ -15,7 +15,7 @@ from megafp8.config.user_buffers import user_buffer_problems
 from megafp8.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from megafp8.config.run import RunConfig
+    from megafp8.config.run_config import RunConfig
 
 
 def problems(config: RunConfig) -> Iterator[str]:

@@ -19,7 +19,7 @@ from megafp8.config.messages import flag_name
 from megafp8.config.names import SECTIONS, Target, suggestion, targets
 from megafp8.config.paths import FilePath
 from megafp8.config.precision_checks import idle_defaults
-from megafp8.config.run import RunConfig
+from megafp8.config.run_config import RunConfig
 from megafp8.config.text import RawText, RawValue, convert, parse_bool
 from megafp8.config.yaml_reader import Tree, read_yaml
 from megafp8.errors import ConfigurationError

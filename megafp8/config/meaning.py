@@ -15,7 +15,7 @@ from megafp8.config.names import SECTIONS
 from megafp8.config.precision_checks import FP8_ONLY
 
 if TYPE_CHECKING:
-    from megafp8.config.run import RunConfig
+    from megafp8.config.run_config import RunConfig
 
 # What a field of the model section decides, where that is another property: "" where others, or the
 # shapes of the tensors, tell.

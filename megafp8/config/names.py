@@ -13,17 +13,18 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from megafp8.config.base import Section
+from megafp8.config.checkpoint import CheckpointConfig
 from megafp8.config.data import DataConfig
+from megafp8.config.logging import LoggingConfig
 from megafp8.config.model import ModelConfig
 from megafp8.config.optimizer import OptimizerConfig
 from megafp8.config.parallel import ParallelConfig
 from megafp8.config.precision import PrecisionConfig
-from megafp8.config.records import CheckpointConfig, LoggingConfig
 from megafp8.config.text import field_kind
 from megafp8.config.training import TrainingConfig
 
 if TYPE_CHECKING:
-    from megafp8.config.run import RunConfig
+    from megafp8.config.run_config import RunConfig
 
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelConfig,

@@ -24,7 +24,7 @@ from megafp8.config.yaml_reader import read_yaml
 from megafp8.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from megafp8.config.run import RunConfig
+    from megafp8.config.run_config import RunConfig
 
 # Modules that are never FP8 in this version; an exclude may name them, an include may not.
 HIGH_PRECISION_NAMES = (

@@ -145,7 +145,7 @@ class PrecisionConfig(Section):
     @property
     def compute_dtype(self) -> Literal["fp32", "bf16", "fp16"]:
         """Type of activations and of gathered parameters."""
-        assert self.precision is None, "--precision auto is decided by config.hardware first"
+        assert self.precision is None, "--precision auto is decided by config.auto_precision first"
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
     @property

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megafp8.config.backend import attention_refusals, transformer_engine_refusal
 from megafp8.config.messages import flag_name
 from megafp8.config.recipes import STATE_FIELDS, recipes_that
+from megafp8.config.transformer_engine import attention_refusals, transformer_engine_refusal
 
 if TYPE_CHECKING:
     from megafp8.config.precision import PrecisionConfig
-    from megafp8.config.run import RunConfig
+    from megafp8.config.run_config import RunConfig
 
 # The policy file is not among them: a run without FP8 reads it too, so that all tracks of a
 # comparison refuse the same mistakes. `fp8_emulate` is a permission, which asks for nothing.
@@ -40,7 +40,7 @@ def _precision(config: RunConfig) -> Iterator[str]:
     if precision.precision == "auto":
         yield from _auto_contradictions(config)
         yield from _idle_flags(precision)
-        return  # the rest is checked when a device has decided (config.hardware)
+        return  # the rest is checked when a device has decided (config.auto_precision)
     if config.model.transformer_impl == "transformer_engine":
         refusal = transformer_engine_refusal(config)
         if refusal is not None:

@@ -15,7 +15,7 @@ from megafp8.config.layout import Layout, Place
 from megafp8.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from megafp8.config.run import RunConfig
+    from megafp8.config.run_config import RunConfig
 
 ParameterKind = Literal["embedding", "position", "linear", "bias", "norm", "norm_bias", "output"]
 EMBEDDING = "embedding.word_embeddings.weight"

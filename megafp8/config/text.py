@@ -137,7 +137,7 @@ def _convert_tuple(value: RawValue, arguments: tuple[Any, ...]) -> tuple[Any, ..
 
 
 def _integer(raw: RawText) -> int:
-    if raw.quoted or not _INTEGER.fullmatch(raw.text) or len(raw.text) > 40:
+    if raw.quoted or not _INTEGER.fullmatch(raw.text):
         raise _error(raw, "an integer in decimal digits, such as 10000 (not 1e4, 010 or 1_000)")
     return int(raw.text)
 

@@ -22,7 +22,7 @@ from megafp8.config.yaml_reader import Tree, read_yaml
 from megafp8.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from megafp8.config.run import RunConfig
+    from megafp8.config.run_config import RunConfig
 
 LAYERS = ("qkv", "proj", "fc1", "fc2")
 _BULK_OR_SCATTER = ("bulk", "ring_exchange", "pipeline")

@@ -76,10 +76,7 @@ def encode_tokens(tokens: Sequence[int] | np.ndarray, dtype: np.dtype[Any]) -> n
     Raises:
         DataError: An id does not fit; a cast would wrap it to another id (65536 to 0 in 16 bits).
     """
-    try:
-        ids = np.asarray(tokens, dtype=np.int64)
-    except OverflowError:
-        raise DataError("token id beyond 64 bits") from None
+    ids = np.asarray(tokens, dtype=np.int64)
     if ids.size:
         low, high = int(ids.min()), int(ids.max())
         limits = np.iinfo(dtype)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import yaml
 
+from megafp8.config.auto_precision import PrecisionChoice
 from megafp8.config.axes import AXES, GIVEN, axes_of, product
 from megafp8.config.cli import Command
-from megafp8.config.hardware import PrecisionChoice
 from megafp8.config.layout import Layout
-from megafp8.config.run import RunConfig
+from megafp8.config.run_config import RunConfig
 from megafp8.config.shape import ModelShape
 from megafp8.errors import ConfigurationError
-from megafp8.launch.communication import communication_text
+from megafp8.launch.step_traffic import communication_text
 from megafp8.precision.plan import PrecisionPlan, build_plan, number_ranges
 from megafp8.precision.recipe import recipe_fields
 

@@ -29,7 +29,7 @@ from megafp8.config.environment import (
 )
 from megafp8.config.megatron_flags import accepted_reason
 from megafp8.config.messages import flag_name
-from megafp8.config.run import RunConfig
+from megafp8.config.run_config import RunConfig
 from megafp8.config.yaml_reader import UnreadableFileError
 from megafp8.errors import (
     CheckpointError,
@@ -40,8 +40,8 @@ from megafp8.errors import (
     PeerError,
     StoppedBySignal,
 )
+from megafp8.launch.device import decide
 from megafp8.launch.dry_run import choose_world_size, describe, preflight
-from megafp8.launch.hardware import decide
 from megafp8.log import TRACKER_THREAD, configure, get_logger
 from megafp8.train.signals import Interrupt, StopSignals, ignore_signals
 
@@ -184,7 +184,7 @@ def _train_guarded(config: RunConfig, launch: LaunchEnvironment, stop: StopSigna
     for flag, reason in _without_effect(config):
         logger.info("%s has no effect: %s", flag, reason)
     # Imported here: torch takes seconds, and nothing above needs it.
-    from megafp8.train.run import run
+    from megafp8.train.pretrain import run
 
     return STOPPED_BY_SIGNAL if run(resolved, launch, stop, choice) else 0
 

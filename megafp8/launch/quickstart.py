@@ -93,7 +93,7 @@ def find_machine() -> Machine:
     if not gpus:
         return Machine(gpus=0)
     # In another process: this one must hold none of a GPU's memory while the ranks are measured.
-    look = "from megafp8.numerics.hardware import fp8_hardware as f; print(f('cuda')[0])"
+    look = "from megafp8.numerics.device_gemm import fp8_hardware as f; print(f('cuda')[0])"
     found = subprocess.run(
         [sys.executable, "-c", look],
         check=True,

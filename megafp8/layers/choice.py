@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megafp8.config import RunConfig
-from megafp8.config.backend import transformer_engine_refusal
+from megafp8.config.transformer_engine import transformer_engine_refusal
 from megafp8.config.user_buffers import UserBufferOptions
 from megafp8.errors import ConfigurationError, PrecisionError
 from megafp8.layers import apex, transformer_engine

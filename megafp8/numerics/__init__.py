@@ -1,9 +1,9 @@
 """FP8 numerics: formats, casts, GEMMs and scale state. Knows no process groups and no models."""
 
+from megafp8.numerics.device_gemm import fp8_hardware, recipe_hardware, writes_fp32
 from megafp8.numerics.formats import E4M3, E5M2, Fp8Format
 from megafp8.numerics.gemm import check_gemm_dims, dgrad, fprop, keep_decoded, wgrad
 from megafp8.numerics.granular import block_amax, quantize_blocks, quantize_tensor
-from megafp8.numerics.hardware import fp8_hardware, recipe_hardware, writes_fp32
 from megafp8.numerics.payload import decode_row, encode_rows, sum_rows
 from megafp8.numerics.probe import missing_product
 from megafp8.numerics.products import cpu_products, linear, matmul, product_dtype

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megafp8.config.recipes import GEMM_MULTIPLE
 from megafp8.errors import PrecisionError
-from megafp8.numerics.hardware import native, native_mm
+from megafp8.numerics.device_gemm import native, native_mm
 from megafp8.numerics.products import product_dtype
 from megafp8.numerics.quantize import QuantizedTensor, decode, scale_blocks_
 

@@ -19,7 +19,7 @@ import yaml
 
 import megafp8
 from megafp8.config.megatron_flags import accepted_reason
-from megafp8.config.run import RunConfig
+from megafp8.config.run_config import RunConfig
 from megafp8.errors import PrecisionError
 from megafp8.precision.plan import PrecisionPlan
 from megafp8.precision.recipe import recipe_fields

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from megafp8.config.layout import Layout
 from megafp8.config.policy import high_precision_reasons
 from megafp8.config.recipes import RecipeSpec
-from megafp8.config.run import RunConfig
+from megafp8.config.run_config import RunConfig
 from megafp8.config.shape import LinearSpec, ModelShape
 from megafp8.config.wire import WIRE_BLOCK
 from megafp8.errors import PrecisionError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megafp8.config.run import RunConfig
+from megafp8.config.run_config import RunConfig
 
 if TYPE_CHECKING:
     from megafp8.numerics.recipe import Recipe

@@ -17,7 +17,7 @@ from megafp8.checkpoint.agree import on_first_rank
 from megafp8.checkpoint.find import find_to_read
 from megafp8.checkpoint.save import check_latest
 from megafp8.config import RunConfig
-from megafp8.config.hardware import PrecisionChoice
+from megafp8.config.auto_precision import PrecisionChoice
 from megafp8.errors import CheckpointError
 from megafp8.log import get_logger
 from megafp8.precision import PrecisionPlan, build_manifest, write_manifest

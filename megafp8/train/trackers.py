@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megafp8.config.records import LoggingConfig
+from megafp8.config.logging import LoggingConfig
 from megafp8.log import TRACKER_THREAD, get_logger
 from megafp8.train.metrics import IterationMetrics
 

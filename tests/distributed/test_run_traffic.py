@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.profiler import ProfilerActivity, profile
 
 from megafp8.errors import TrainingError
-from megafp8.launch.communication import step_bytes
+from megafp8.launch.step_traffic import step_bytes
 from megafp8.parallel.traffic import summarize
 from tests.support.layouts import (
     PARITY,

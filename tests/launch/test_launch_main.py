@@ -24,9 +24,9 @@ def ranks(rank: int, size: int = 2, **more: str) -> dict[str, str]:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, object]]:
     """Replace training by a list of what it was called with."""
     calls: list[tuple[object, object]] = []
-    module = types.ModuleType("megafp8.train.run")
+    module = types.ModuleType("megafp8.train.pretrain")
     module.run = lambda config, launch, *more: calls.append((config, launch))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megafp8.train.run", module)
+    monkeypatch.setitem(sys.modules, "megafp8.train.pretrain", module)
     return calls
 
 
@@ -34,9 +34,9 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def run(config: object, launch: object, signals: object, choice: object) -> None:
         raise error
 
-    module = types.ModuleType("megafp8.train.run")
+    module = types.ModuleType("megafp8.train.pretrain")
     module.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megafp8.train.run", module)
+    monkeypatch.setitem(sys.modules, "megafp8.train.pretrain", module)
 
 
 def test_training_gets_the_resolved_run(runs: list, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from megafp8.numerics import (
     reference,
     wgrad,
 )
-from megafp8.numerics.hardware import native_mm, swizzled
+from megafp8.numerics.device_gemm import native_mm, swizzled
 from megafp8.numerics.statistics import count, summarize
 
 RECIPES = {

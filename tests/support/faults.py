@@ -48,7 +48,7 @@ def signal_to_self(rank: int, where: str, number: int, times: int = 1) -> None:
     if int(os.environ["RANK"]) != rank:
         return
     import megafp8.train.loop as loop
-    import megafp8.train.run as run
+    import megafp8.train.pretrain as run
     from megafp8.checkpoint.writer import ShardFile
     from megafp8.train.step import TrainingStep
 
@@ -87,7 +87,7 @@ def slow_data(rank: int, seconds: float) -> None:
     """Make one rank late for the rendezvous, as one that builds an index is."""
     if int(os.environ["RANK"]) != rank:
         return
-    import megafp8.train.run as run
+    import megafp8.train.pretrain as run
 
     build = run.build_datasets
 
@@ -100,7 +100,7 @@ def slow_data(rank: int, seconds: float) -> None:
 
 def slow_model(seconds: float) -> None:
     """Make building the model take as long as that of a large one."""
-    import megafp8.train.run as run
+    import megafp8.train.pretrain as run
 
     build = run._build
 
@@ -121,7 +121,7 @@ def no_data(rank: int) -> None:
     """Let one rank find no data."""
     if int(os.environ["RANK"]) != rank:
         return
-    import megafp8.train.run as run
+    import megafp8.train.pretrain as run
     from megafp8.errors import DataError
 
     def fail(*arguments: Any) -> Any:
@@ -141,7 +141,7 @@ def stuck(rank: int, where: str) -> None:
 
     import megafp8.train.folders as folders
     import megafp8.train.loop as loop
-    import megafp8.train.run as run
+    import megafp8.train.pretrain as run
 
     places: dict[str, tuple[Any, str]] = {
         "data": (run, "build_datasets"),

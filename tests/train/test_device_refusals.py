@@ -11,10 +11,10 @@ from megafp8.config.recipes import RECIPES
 from megafp8.errors import PrecisionError
 from megafp8.numerics import Recipe, missing_product, probe
 from megafp8.precision import PrecisionPlan, build_plan, recipe_from_config
-from megafp8.train import run
-from megafp8.train.run import _check_fp8_device, _try_products
+from megafp8.train import pretrain
+from megafp8.train.pretrain import _check_fp8_device, _try_products
 from tests.model.small import FP8, VOCAB, small_config
-from tests.numerics.test_numerics_hardware import Pretend, pretend  # noqa: F401
+from tests.numerics.test_numerics_device_gemm import Pretend, pretend  # noqa: F401
 
 CUDA: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cuda", 0)))
 CPU: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu")))
@@ -89,7 +89,7 @@ def test_sizes_that_have_kernels_pass(monkeypatch: pytest.MonkeyPatch, recipe: s
         calls.append(arguments[2])
         return missing_product(*arguments)
 
-    monkeypatch.setattr(run, "missing_product", counted)
+    monkeypatch.setattr(pretrain, "missing_product", counted)
     _try_products(plan, found, torch.device("cpu"))
     fp8 = {(p.tokens, p.in_features, p.out_features) for p in plan.linears if p.precision == "fp8"}
     assert fp8 and set(calls) == fp8 and len(calls) == len(fp8), "each size once"
@@ -118,10 +118,10 @@ def test_a_size_without_a_kernel_is_refused_before_the_first_step(
 def test_only_a_gpu_is_tried(monkeypatch: pytest.MonkeyPatch, pretend: Pretend) -> None:  # noqa: F811
     tried: list[str] = []
     monkeypatch.setattr(
-        run, "_try_products", lambda plan, recipe, device: tried.append(recipe.name)
+        pretrain, "_try_products", lambda plan, recipe, device: tried.append(recipe.name)
     )
     pretend((9, 0), "13.0")
     for recipe in ("rowwise", "mxfp8"):  # emulated, the second
         for device in ("cpu", "cuda"):
-            run._check_fp8_kernels(*plan_of(recipe), torch.device(device))
+            pretrain._check_fp8_kernels(*plan_of(recipe), torch.device(device))
     assert tried == ["rowwise"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.config import load_config
-from megafp8.train.run import _how_to_go_on
+from megafp8.train.pretrain import _how_to_go_on
 from megafp8.train.signals import Interrupt, StopSignals
 from tests.support.limits import PATIENCE_S
 

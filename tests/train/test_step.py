@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import megafp8.train.run as run_module
+import megafp8.train.pretrain as run_module
 from megafp8.checkpoint import read_record
 from megafp8.errors import TrainingError
 from megafp8.launch.main import main

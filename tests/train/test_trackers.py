@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megafp8.config.records import LoggingConfig
+from megafp8.config.logging import LoggingConfig
 from megafp8.train import trackers
 from megafp8.train.metrics import IterationMetrics
 from megafp8.train.trackers import (

@@ -40,8 +40,9 @@ from megafp8.checkpoint.reshard import layout_fields
 from megafp8.checkpoint.scale_checks import RankState, scale_problems
 from megafp8.checkpoint.values import flaw, summary
 from megafp8.config import Layout, ModelShape, RunConfig
+from megafp8.config.checkpoint import CheckpointConfig
+from megafp8.config.logging import LoggingConfig
 from megafp8.config.names import SECTIONS
-from megafp8.config.records import CheckpointConfig, LoggingConfig
 from megafp8.errors import CheckpointError, ConfigurationError
 
 SCALE_PREFIXES = (SHARED_PREFIX, LOCAL_PREFIX)

@@ -83,7 +83,7 @@ def available(recipe: str | None = None) -> tuple[bool, str]:
 def _fp8(te: ModuleType, recipe: str) -> tuple[bool, str]:
     """Whether this device runs a recipe, by TE's own checks, with the reason."""
     theirs = RECIPES[recipe].transformer_engine
-    assert theirs is not None  # else refused by `config.backend`
+    assert theirs is not None  # else refused by `config.transformer_engine`
     if theirs.recipe == "MXFP8BlockScaling":
         able, reason = te.is_mxfp8_available(return_reason=True)
     elif theirs.recipe == "Float8BlockScaling":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megafp8.config.axes import axes_of
 from megafp8.config.layout import Layout
-from megafp8.config.run import RunConfig
+from megafp8.config.run_config import RunConfig
 from megafp8.config.shape import ModelShape, ParameterSpec
 from megafp8.config.wire import payload_bytes
 from megafp8.precision.plan import PrecisionPlan, build_plan

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.config import RunConfig, load_config
-from megafp8.config.hardware import Hardware, choose_recipe, for_hardware
+from megafp8.config.auto_precision import Hardware, choose_recipe, for_hardware
 from megafp8.errors import ConfigurationError
 
 FLAGS = (

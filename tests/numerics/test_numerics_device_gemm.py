@@ -5,10 +5,17 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from megafp8.numerics import E4M3, QuantizedTensor, Recipe, hardware, recipe_hardware, writes_fp32
+from megafp8.numerics import (
+    E4M3,
+    QuantizedTensor,
+    Recipe,
+    device_gemm,
+    recipe_hardware,
+    writes_fp32,
+)
 
 Pretend = Callable[[tuple[int, int], str], None]
-CACHED = (hardware.fp8_hardware, hardware._has)
+CACHED = (device_gemm.fp8_hardware, device_gemm._has)
 RECIPES = {
     "delayed": Recipe(),
     "tensorwise": Recipe(name="tensorwise"),
@@ -65,8 +72,8 @@ def test_rows_are_multiplied_where_they_are_said_to_be(
     monkeypatch.setattr(QuantizedTensor, "data", property(lambda _: _OnCuda))
     for capability, wanted in (((9, 0), True), ((12, 0), False)):
         pretend(capability, "13.0")
-        assert hardware.native(rows, rows) == wanted
-        assert hardware.native(whole, whole)
+        assert device_gemm.native(rows, rows) == wanted
+        assert device_gemm.native(whole, whole)
 
 
 class _OnCuda:
@@ -103,7 +110,7 @@ def test_scales_of_rows_are_as_new_whatever_their_strides(monkeypatch: pytest.Mo
     codes = torch.zeros(16, 32).to(torch.float8_e4m3fn)
     rows = QuantizedTensor(codes, torch.ones(16, 1), E4M3, block=(1, 0))
     columns = QuantizedTensor(codes, torch.ones(1, 32), E4M3, block=(0, 1))
-    hardware.native_mm(rows, False, rows, True, torch.bfloat16, fast=True)
-    hardware.native_mm(columns, True, columns, False, torch.bfloat16, fast=False)
+    device_gemm.native_mm(rows, False, rows, True, torch.bfloat16, fast=True)
+    device_gemm.native_mm(columns, True, columns, False, torch.bfloat16, fast=False)
     for (a, a_strides, b, b_strides), size in zip(seen, (16, 32), strict=True):
         assert (a, a_strides, b, b_strides) == ((size, 1), (1, 1), (1, size), (size, 1))

@@ -6,11 +6,11 @@ import pytest
 import torch
 import yaml
 
-from megafp8.config.hardware import Hardware, PrecisionChoice
+from megafp8.config.auto_precision import Hardware, PrecisionChoice
 from megafp8.errors import LaunchError, PrecisionError
-from megafp8.launch import hardware
+from megafp8.launch import device
 from megafp8.launch.main import main
-from megafp8.train.run import check_same_choice
+from megafp8.train.pretrain import check_same_choice
 from tests.support.ranks import Ranks
 
 FLAGS = (
@@ -69,11 +69,11 @@ def test_a_rank_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
     pretend(monkeypatch, (9, 0))
     config = small_config(precision="auto")
-    assert hardware.detect(config, 0) == Hardware("cuda", "Pretended GPU", (9, 0))
+    assert device.detect(config, 0) == Hardware("cuda", "Pretended GPU", (9, 0))
     with pytest.raises(LaunchError, match="local rank 1 has no GPU"):
-        hardware.detect(config, 1)
+        device.detect(config, 1)
     on_cpu = small_config(precision="auto", distributed_backend="gloo")
-    assert hardware.detect(on_cpu, 0).kind == "cpu"
+    assert device.detect(on_cpu, 0).kind == "cpu"
 
 
 def disagree() -> str:

@@ -1,7 +1,7 @@
 """Looks at this rank's device and decides `auto` for it, before anything is built."""
 
-from megafp8.config.hardware import Hardware, PrecisionChoice, asks_for_auto, for_hardware
-from megafp8.config.run import RunConfig
+from megafp8.config.auto_precision import Hardware, PrecisionChoice, asks_for_auto, for_hardware
+from megafp8.config.run_config import RunConfig
 
 
 def detect(config: RunConfig, local_rank: int) -> Hardware:

@@ -1,7 +1,7 @@
 """What `--precision auto` and `--fp8-recipe auto` take on which device: a table and its use.
 
 Pure functions of a described device, so that any machine can be pretended. The description comes
-from `launch.hardware`; a configuration enters training only after this step.
+from `launch.device`; a configuration enters training only after this step.
 
     device                                  precision             FP8 recipe
     CPU                                     BF16                  delayed, if FP8 is asked for
@@ -21,7 +21,7 @@ from megafp8.config.recipes import DEFAULT_RECIPE, FP8_UNITS, RECIPES
 from megafp8.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from megafp8.config.run import RunConfig
+    from megafp8.config.run_config import RunConfig
 
 
 @dataclass(frozen=True)

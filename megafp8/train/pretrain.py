@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megafp8.checkpoint.agree import on_first_rank
 from megafp8.config import LaunchEnvironment, ModelShape, RunConfig
-from megafp8.config.hardware import PrecisionChoice
+from megafp8.config.auto_precision import PrecisionChoice
 from megafp8.data.fingerprint import take_fingerprint
 from megafp8.data.loader import Datasets, build_datasets
 from megafp8.data.tokenizers import build_tokenizer, resolve_vocab_size

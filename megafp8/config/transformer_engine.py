@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megafp8.config.recipes import recipes_that
 
 if TYPE_CHECKING:
-    from megafp8.config.run import RunConfig
+    from megafp8.config.run_config import RunConfig
 
 
 def transformer_engine_refusal(config: RunConfig) -> str | None:

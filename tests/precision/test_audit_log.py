@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.precision.audit import AUDIT_NAME, FIELDS, AuditLog
+from megafp8.precision.audit_log import AUDIT_NAME, FIELDS, AuditLog
 
 
 def test_rows_are_complete_and_appended(tmp_path: Path) -> None:

@@ -9,15 +9,16 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from megafp8.config.axes import smallest_world
 from megafp8.config.base import Section
+from megafp8.config.checkpoint import CheckpointConfig
 from megafp8.config.checks import problems
 from megafp8.config.data import BYTE_TOKENIZER_SIZE, DataConfig
 from megafp8.config.layout import Layout, build_layout, full_batch_size
+from megafp8.config.logging import LoggingConfig
 from megafp8.config.messages import sentence
 from megafp8.config.model import ModelConfig
 from megafp8.config.optimizer import OptimizerConfig
 from megafp8.config.parallel import ParallelConfig
 from megafp8.config.precision import PrecisionConfig
-from megafp8.config.records import CheckpointConfig, LoggingConfig
 from megafp8.config.training import TrainingConfig
 from megafp8.errors import ConfigurationError
 
