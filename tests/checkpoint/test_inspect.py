@@ -22,8 +22,8 @@ from megafp8.checkpoint.rewrite import write_streaming
 from megafp8.checkpoint.streaming import TensorReader, bytes_of
 from megafp8.checkpoint.values import flaw
 from megafp8.errors import CheckpointError
-from tests.checkpoint.converted import run_convert
 from tests.checkpoint.made import copy_of, flip_a_bit, make_source, value
+from tests.convert.converted import run_convert
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "inspect_checkpoint.py"
 WEIGHT = "decoder.layers.2.mlp.linear_fc1.weight"

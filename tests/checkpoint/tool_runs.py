@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import megafp8.checkpoint.convert.run as convert_run
 import megafp8.checkpoint.rewrite as rewrite
-from megafp8.checkpoint.convert.run import ConvertOptions, convert
+import megafp8.convert.run as convert_run
 from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
+from megafp8.convert.run import ConvertOptions, convert
 from megafp8.data.tool_parser import run_tool
 
 TARGET = TargetLayout(2, 1, 2)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.converted import run_convert
-from tests.checkpoint.hand_made import LAYERS, make_folder
+from tests.convert.converted import run_convert
+from tests.convert.hand_made import LAYERS, make_folder
 from tests.support.launches import launched, train
 
 MORE = ["--mock-data", "--train-iters", "2", "--global-batch-size", "2", "--seq-length", "16"]

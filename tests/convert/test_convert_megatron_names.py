@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megafp8.checkpoint.convert.dcp_reader import DcpTensors
-from megafp8.checkpoint.convert.dcp_writer import Piece, write_dcp
-from megafp8.checkpoint.convert.megatron import DistTensors
 from megafp8.checkpoint.metadata import read_metadata
+from megafp8.convert.dcp_reader import DcpTensors
+from megafp8.convert.dcp_writer import Piece, write_dcp
+from megafp8.convert.megatron import DistTensors
 from megafp8.errors import CheckpointError
-from tests.checkpoint.converted import run_convert
-from tests.checkpoint.hand_made import make_folder, weights
+from tests.convert.converted import run_convert
+from tests.convert.hand_made import make_folder, weights
 
 ATTENTION = "decoder.layers.self_attention.linear_qkv"
 EXTRA = f"{ATTENTION}._extra_state/shard_0_2"

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megafp8.checkpoint.convert.hf_names import routes
-from megafp8.checkpoint.convert.routes import join_qkv, split_qkv
-from megafp8.checkpoint.convert.safetensors_files import Described, SafetensorsWriter
 from megafp8.checkpoint.tensor_file import bytes_view
 from megafp8.config import ModelShape
+from megafp8.convert.hf_names import routes
+from megafp8.convert.routes import join_qkv, split_qkv
+from megafp8.convert.safetensors_files import Described, SafetensorsWriter
 from tests.model.small import VOCAB, small_config
 
 FUSED = {

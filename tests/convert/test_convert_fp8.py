@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megafp8.checkpoint.convert.hf import Written
-from megafp8.checkpoint.convert.native import open_native, write_native
-from megafp8.checkpoint.convert.view import Checksums
 from megafp8.checkpoint.streaming import TensorReader
+from megafp8.convert.hf import Written
+from megafp8.convert.native import open_native, write_native
+from megafp8.convert.view import Checksums
 from megafp8.errors import CheckpointError
-from tests.checkpoint.converted import run_convert
-from tests.checkpoint.hand_made import CONFIG, make_folder, weights
 from tests.checkpoint.made import make_source
+from tests.convert.converted import run_convert
+from tests.convert.hand_made import CONFIG, make_folder, weights
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

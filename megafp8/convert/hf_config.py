@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from megafp8.checkpoint.convert.hf_fields import KEPT, Fields, is_number
-from megafp8.checkpoint.convert.hf_names import LLAMA_FAMILY, MODEL_TYPES
 from megafp8.config.model import ModelConfig
+from megafp8.convert.hf_fields import KEPT, Fields, is_number
+from megafp8.convert.hf_names import LLAMA_FAMILY, MODEL_TYPES
 from megafp8.errors import CheckpointError
 
 ARCHITECTURES = {

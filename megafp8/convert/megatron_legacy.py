@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.convert.dcp_reader import is_empty, is_plain
-from megafp8.checkpoint.convert.megatron_names import LAYERS, canonical
-from megafp8.checkpoint.convert.safe_pickle import load_pickled
-from megafp8.checkpoint.convert.safetensors_files import Described
-from megafp8.checkpoint.convert.view import listed
+from megafp8.convert.dcp_reader import is_empty, is_plain
+from megafp8.convert.megatron_names import LAYERS, canonical
+from megafp8.convert.safe_pickle import load_pickled
+from megafp8.convert.safetensors_files import Described
+from megafp8.convert.view import listed
 from megafp8.errors import CheckpointError
 
 EXTRA_STATE = "_extra_state"

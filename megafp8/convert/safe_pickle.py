@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megafp8.checkpoint.convert.dcp_reader import reason_of
+from megafp8.convert.dcp_reader import reason_of
 from megafp8.errors import CheckpointError
 
 SETTINGS = "argparse.Namespace"

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator
 from fnmatch import filter as matching
 from pathlib import Path
 
-from megafp8.checkpoint.convert.carried import CONFIG_NAME, NAMES
-from megafp8.checkpoint.convert.safetensors_files import INDEX_NAME, SCALES_NAME, SINGLE_NAME
-from megafp8.checkpoint.convert.view import listed
 from megafp8.checkpoint.kinds import foreign_program, found_instead
+from megafp8.convert.carried import CONFIG_NAME, NAMES
+from megafp8.convert.safetensors_files import INDEX_NAME, SCALES_NAME, SINGLE_NAME
+from megafp8.convert.view import listed
 from megafp8.errors import CheckpointError
 
 _POINTER = b"version https://git-lfs.github.com/spec/"

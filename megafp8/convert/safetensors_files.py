@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megafp8.checkpoint.convert.hf_fields import read_json
-from megafp8.checkpoint.convert.hf_names import is_buffer
 from megafp8.checkpoint.tensor_file import buffer_of
+from megafp8.convert.hf_fields import read_json
+from megafp8.convert.hf_names import is_buffer
 from megafp8.errors import CheckpointError
 
 SINGLE_NAME = "model.safetensors"

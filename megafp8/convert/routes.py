@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.convert.view import pad_rows
 from megafp8.config import ModelShape, ParameterSpec
 from megafp8.config.shape import EMBEDDING, OUTPUT
+from megafp8.convert.view import pad_rows
 
 
 @dataclass(frozen=True)

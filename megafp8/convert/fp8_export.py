@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.convert.hf import Item, plain_items
-from megafp8.checkpoint.convert.hf_names import LLAMA_FAMILY, routes
-from megafp8.checkpoint.convert.routes import Route
-from megafp8.checkpoint.convert.safetensors_files import (
+from megafp8.convert.hf import Item, plain_items
+from megafp8.convert.hf_names import LLAMA_FAMILY, routes
+from megafp8.convert.routes import Route
+from megafp8.convert.safetensors_files import (
     SCALES_NAME,
     Described,
     SafetensorsFolder,
     SafetensorsWriter,
 )
-from megafp8.checkpoint.convert.view import Checksums, ModelView
+from megafp8.convert.view import Checksums, ModelView
 from megafp8.errors import CheckpointError
 from megafp8.numerics import (
     E4M3,

@@ -13,11 +13,11 @@ import torch
 import yaml
 from torch import Tensor
 
-from megafp8.checkpoint.convert.megatron_legacy import LegacyTensors, legacy_folders
-from megafp8.checkpoint.convert.safe_pickle import load_pickled
+from megafp8.convert.megatron_legacy import LegacyTensors, legacy_folders
+from megafp8.convert.safe_pickle import load_pickled
 from megafp8.errors import CheckpointError
-from tests.checkpoint.converted import VOCAB, logits, run_convert
-from tests.checkpoint.megatron_models import STYLES, load_dist, save_dist, save_legacy
+from tests.convert.converted import VOCAB, logits, run_convert
+from tests.convert.megatron_models import STYLES, load_dist, save_dist, save_legacy
 from tests.support.oracles import need
 from tests.support.ranks import Ranks
 

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from megafp8.checkpoint.find import find_checkpoint
 from megafp8.checkpoint.kinds import found_instead
 from megafp8.errors import CheckpointError
-from tests.checkpoint.converted import refused, run_convert
-from tests.checkpoint.hand_made import make_folder
+from tests.convert.converted import refused, run_convert
+from tests.convert.hand_made import make_folder
 
 
 def add_adapter(folder: Path) -> None:

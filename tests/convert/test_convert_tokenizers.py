@@ -10,10 +10,10 @@ import torch
 import yaml
 from tokenizers import models, pre_tokenizers
 
-from megafp8.checkpoint.convert.carried import data_section
+from megafp8.convert.carried import data_section
 from megafp8.data.tokenizers import EOD_TEXT, HuggingFaceTokenizer
-from tests.checkpoint.converted import run_convert
-from tests.checkpoint.hand_made import HIDDEN, make_folder, weights
+from tests.convert.converted import run_convert
+from tests.convert.hand_made import HIDDEN, make_folder, weights
 
 
 def words(folder: Path, count: int) -> Path:
@@ -26,7 +26,7 @@ def words(folder: Path, count: int) -> Path:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    log = logging.getLogger("megafp8.checkpoint.convert.carried")
+    log = logging.getLogger("megafp8.convert.carried")
     monkeypatch.setattr(log, "warning", lambda text, *values: lines.append(text % values))
     return lines
 

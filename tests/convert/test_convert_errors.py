@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megafp8.checkpoint.convert import run, safetensors_files
-from megafp8.checkpoint.convert.native import open_native
 from megafp8.checkpoint.streaming import TensorReader
+from megafp8.convert import run, safetensors_files
+from megafp8.convert.native import open_native
 from megafp8.data.tool_parser import run_tool
 from megafp8.errors import CheckpointError
-from tests.checkpoint.converted import refused, run_convert
-from tests.checkpoint.hand_made import HIDDEN, VOCAB, make_folder, weights
+from tests.convert.converted import refused, run_convert
+from tests.convert.hand_made import HIDDEN, VOCAB, make_folder, weights
 
 ROOT = Path(__file__).resolve().parents[2]
 

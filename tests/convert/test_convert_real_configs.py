@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.converted import all_logits, refused, run_convert, tokens
-from tests.checkpoint.real_configs import CONVERTED, REFUSED, Config, weights_of
+from tests.convert.converted import all_logits, refused, run_convert, tokens
+from tests.convert.real_configs import CONVERTED, REFUSED, Config, weights_of
 from tests.support.oracles import need
 from tests.support.ranks import Ranks
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from megafp8.checkpoint.convert.hf_fields import read_json
+from megafp8.convert.hf_fields import read_json
 from megafp8.errors import CheckpointError
-from tests.checkpoint.converted import refused, run_convert
-from tests.checkpoint.hand_made import CONFIG, make_folder
+from tests.convert.converted import refused, run_convert
+from tests.convert.hand_made import CONFIG, make_folder
 
 LLAMA3 = {
     "rope_type": "llama3",

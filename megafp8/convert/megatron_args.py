@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from megafp8.checkpoint.convert.hf_fields import is_number, is_size
 from megafp8.config import ModelShape
 from megafp8.config.model import ModelConfig
+from megafp8.convert.hf_fields import is_number, is_size
 from megafp8.errors import CheckpointError
 
 # Name, values that mean what we compute. Anything else is refused: the weights alone do not tell.

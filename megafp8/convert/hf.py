@@ -11,19 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.convert.carried import (
+from megafp8.checkpoint.files import sync_directory, write_atomically
+from megafp8.config import ModelShape
+from megafp8.convert.carried import (
     CONFIG_NAME,
     copy_carried,
     data_section,
     end_of_document,
     find_carried,
 )
-from megafp8.checkpoint.convert.hf_config import choose_model_type, describe, to_hf_config
-from megafp8.checkpoint.convert.hf_fields import Fields, read_json
-from megafp8.checkpoint.convert.hf_folder import left_out, refuse_half_a_model
-from megafp8.checkpoint.convert.hf_names import GPT2_PREFIX, is_buffer, routes
-from megafp8.checkpoint.convert.routes import Route
-from megafp8.checkpoint.convert.safetensors_files import (
+from megafp8.convert.hf_config import choose_model_type, describe, to_hf_config
+from megafp8.convert.hf_fields import Fields, read_json
+from megafp8.convert.hf_folder import left_out, refuse_half_a_model
+from megafp8.convert.hf_names import GPT2_PREFIX, is_buffer, routes
+from megafp8.convert.routes import Route
+from megafp8.convert.safetensors_files import (
     INDEX_NAME,
     SCALES_NAME,
     Described,
@@ -32,9 +34,7 @@ from megafp8.checkpoint.convert.safetensors_files import (
     into_shards,
     shard_names,
 )
-from megafp8.checkpoint.convert.view import Checksums, ModelView, listed, make_config
-from megafp8.checkpoint.files import sync_directory, write_atomically
-from megafp8.config import ModelShape
+from megafp8.convert.view import Checksums, ModelView, listed, make_config
 from megafp8.errors import CheckpointError
 
 HEAD = "lm_head.weight"

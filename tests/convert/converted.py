@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.checkpoint import find_checkpoint, load_tensors, read_record
-from megafp8.checkpoint.convert.run import ConvertOptions, convert
 from megafp8.checkpoint.whole_model import single_process_config
 from megafp8.config import RunConfig
+from megafp8.convert.run import ConvertOptions, convert
 from megafp8.errors import CheckpointError
 from tests.model.small import start_run
 

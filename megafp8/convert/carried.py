@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megafp8.checkpoint.convert.hf_fields import read_json
 from megafp8.config import RunConfig
+from megafp8.convert.hf_fields import read_json
 from megafp8.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, build_tokenizer
 from megafp8.errors import DataError
 from megafp8.log import get_logger

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megafp8.checkpoint.convert.routes import (
+from megafp8.config import ModelShape, ParameterSpec
+from megafp8.config.shape import EMBEDDING, OUTPUT
+from megafp8.convert.routes import (
     Route,
     gate_and_up,
     same,
@@ -11,8 +13,6 @@ from megafp8.checkpoint.convert.routes import (
     transposed,
     vocabulary,
 )
-from megafp8.config import ModelShape, ParameterSpec
-from megafp8.config.shape import EMBEDDING, OUTPUT
 
 LLAMA_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 MODEL_TYPES = (*LLAMA_FAMILY, "gpt2")

@@ -17,20 +17,20 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megafp8.checkpoint.convert.fp8_export import fp8_items, make_plan, verify_fp8, write_scales
-from megafp8.checkpoint.convert.hf import Written, open_hf, plain_items, preferred_type, write_hf
-from megafp8.checkpoint.convert.megatron import open_megatron, write_megatron
-from megafp8.checkpoint.convert.native import open_native, write_native
-from megafp8.checkpoint.convert.safetensors_files import SCALES_NAME, SafetensorsFolder
-from megafp8.checkpoint.convert.view import (
+from megafp8.checkpoint.files import reading, sync_directory
+from megafp8.checkpoint.rewrite import made_folders
+from megafp8.convert.fp8_export import fp8_items, make_plan, verify_fp8, write_scales
+from megafp8.convert.hf import Written, open_hf, plain_items, preferred_type, write_hf
+from megafp8.convert.megatron import open_megatron, write_megatron
+from megafp8.convert.native import open_native, write_native
+from megafp8.convert.safetensors_files import SCALES_NAME, SafetensorsFolder
+from megafp8.convert.view import (
     DTYPES,
     Checksums,
     ModelView,
     listed,
     with_padding,
 )
-from megafp8.checkpoint.files import reading, sync_directory
-from megafp8.checkpoint.rewrite import made_folders
 from megafp8.errors import CheckpointError
 
 LARGEST = 2**31 - 1  # of a number in a flag; sizes made of it fit into 64 bits

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megafp8.checkpoint import find_checkpoint, read_record
-from megafp8.checkpoint.convert.hf_fields import KEPT, NEUTRAL
 from megafp8.config import load_config
-from tests.checkpoint.converted import LENGTH, VOCAB, all_logits, run_convert, tokens
+from megafp8.convert.hf_fields import KEPT, NEUTRAL
+from tests.convert.converted import LENGTH, VOCAB, all_logits, run_convert, tokens
 from tests.support.oracles import need
 from tests.support.ranks import Ranks
 

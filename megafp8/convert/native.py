@@ -11,18 +11,6 @@ import torch
 import yaml
 from torch import Tensor
 
-from megafp8.checkpoint.convert.carried import (
-    CONFIG_NAME,
-    FOLDER,
-    copy_carried,
-    find_carried,
-    run_folder,
-    source_config,
-)
-from megafp8.checkpoint.convert.dcp_writer import Piece, write_dcp
-from megafp8.checkpoint.convert.hf import Written, cast_weights
-from megafp8.checkpoint.convert.safetensors_files import Described
-from megafp8.checkpoint.convert.view import ModelView, find_spec, listed
 from megafp8.checkpoint.files import (
     LATEST_NAME,
     RECORD_NAME,
@@ -41,6 +29,18 @@ from megafp8.checkpoint.values import flaw, summary
 from megafp8.config import ModelShape, RunConfig
 from megafp8.config.names import SECTIONS
 from megafp8.config.records import CheckpointConfig, LoggingConfig
+from megafp8.convert.carried import (
+    CONFIG_NAME,
+    FOLDER,
+    copy_carried,
+    find_carried,
+    run_folder,
+    source_config,
+)
+from megafp8.convert.dcp_writer import Piece, write_dcp
+from megafp8.convert.hf import Written, cast_weights
+from megafp8.convert.safetensors_files import Described
+from megafp8.convert.view import ModelView, find_spec, listed
 from megafp8.errors import CheckpointError, ConfigurationError
 
 SCALE_PREFIXES = (SHARED_PREFIX, LOCAL_PREFIX)

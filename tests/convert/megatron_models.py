@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.checkpoint.converted import LENGTH, tokens
+from tests.convert.converted import LENGTH, tokens
 
 # Settings as Megatron's command line has them. Padded vocabulary 128, tokens 100.
 COMMON = {

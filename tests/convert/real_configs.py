@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.checkpoint.converted import VOCAB
+from tests.convert.converted import VOCAB
 
 Config = dict[str, Any]
 

@@ -19,28 +19,28 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megafp8.checkpoint.convert.carried import copy_carried
-from megafp8.checkpoint.convert.dcp_reader import DcpTensors
-from megafp8.checkpoint.convert.dcp_writer import Piece, write_dcp
-from megafp8.checkpoint.convert.hf import FLOATING, Written, cast_weights, check_stored
-from megafp8.checkpoint.convert.hf_fields import read_json
-from megafp8.checkpoint.convert.megatron_args import from_args, refusal, to_args
-from megafp8.checkpoint.convert.megatron_legacy import (
-    EXTRA_STATE,
-    LegacyTensors,
-    legacy_folders,
-    notes_of,
-)
-from megafp8.checkpoint.convert.megatron_names import LAYERS, NORMS, canonical
-from megafp8.checkpoint.convert.routes import Route, same, vocabulary
-from megafp8.checkpoint.convert.safe_pickle import load_pickled, settings_of
-from megafp8.checkpoint.convert.safetensors_files import Described
-from megafp8.checkpoint.convert.view import ModelView, make_config
 from megafp8.checkpoint.files import METADATA_NAME, sync_directory, write_atomically
 from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.metadata import read_metadata, read_objects
 from megafp8.config import ModelShape, ParameterSpec, load_config
 from megafp8.config.shape import EMBEDDING, OUTPUT
+from megafp8.convert.carried import copy_carried
+from megafp8.convert.dcp_reader import DcpTensors
+from megafp8.convert.dcp_writer import Piece, write_dcp
+from megafp8.convert.hf import FLOATING, Written, cast_weights, check_stored
+from megafp8.convert.hf_fields import read_json
+from megafp8.convert.megatron_args import from_args, refusal, to_args
+from megafp8.convert.megatron_legacy import (
+    EXTRA_STATE,
+    LegacyTensors,
+    legacy_folders,
+    notes_of,
+)
+from megafp8.convert.megatron_names import LAYERS, NORMS, canonical
+from megafp8.convert.routes import Route, same, vocabulary
+from megafp8.convert.safe_pickle import load_pickled, settings_of
+from megafp8.convert.safetensors_files import Described
+from megafp8.convert.view import ModelView, make_config
 from megafp8.errors import CheckpointError
 
 COMMON_NAME = "common.pt"
