@@ -31,6 +31,12 @@ NAMES = (
     "generation_config.json",
 )
 
+# What reads which file; the first that is there counts.
+_TOKENIZERS = {
+    "tokenizer.json": HuggingFaceTokenizer,
+    "tokenizer.model": SentencePieceTokenizer,
+    "vocab.json": HuggingFaceTokenizer,
+}
 _PADDING = "--make-vocab-size-divisible-by"
 
 log = get_logger(__name__)
@@ -41,14 +47,11 @@ def find_carried(folder: Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in NAMES if (folder / name).is_file())
 
 
-def copy_carried(files: Iterable[Path], target: Path) -> int:
-    """Copy files into a folder, which is made for the first; return how many."""
-    count = 0
+def copy_carried(files: Iterable[Path], target: Path) -> None:
+    """Copy files into a folder, which is made for the first."""
     for file in files:
         target.mkdir(exist_ok=True)
         shutil.copyfile(file, target / file.name)
-        count += 1
-    return count
 
 
 def data_section(folder: Path, vocab_size: int, rows: int) -> dict[str, Any]:
@@ -63,37 +66,30 @@ def data_section(folder: Path, vocab_size: int, rows: int) -> dict[str, Any]:
         rows: Those of its vocabulary with the padding.
     """
     values: dict[str, Any] = {"vocab_size": vocab_size}
-    kinds = (
-        ("tokenizer.json", "HuggingFaceTokenizer", HuggingFaceTokenizer),
-        ("tokenizer.model", "SentencePieceTokenizer", SentencePieceTokenizer),
-        ("vocab.json", "HuggingFaceTokenizer", HuggingFaceTokenizer),
+    name = next((name for name in _TOKENIZERS if (folder / name).is_file()), None)
+    if name is None:
+        return values
+    build = _TOKENIZERS[name]
+    try:
+        tokenizer = build(folder)
+    except DataError as error:
+        log.warning("no --tokenizer-type is set: %s", error)
+        return values
+    for note in tokenizer.notes:
+        log.warning("%s", note)
+    size = tokenizer.vocab_size
+    if size <= vocab_size:
+        return values | {"tokenizer_type": build.__name__, "tokenizer_model": str(folder)}
+    room = "" if size <= rows else f"convert with {_PADDING} {-(-size // 128) * 128}, then "
+    log.warning(
+        "no --tokenizer-type is set: %s has %d ids, %d more than the model, which nobody trained; "
+        "to train them, %sgive the run this tokenizer, --vocab-size %d and --new-tokens-from-mean",
+        folder / name,
+        size,
+        size - vocab_size,
+        room,
+        size,
     )
-    for name, kind, build in kinds:
-        if not (folder / name).is_file():
-            continue
-        try:
-            tokenizer = build(folder)
-        except DataError as error:
-            log.warning("no --tokenizer-type is set: %s", error)
-            return values
-        for note in tokenizer.notes:
-            log.warning("%s", note)
-        size = tokenizer.vocab_size
-        if size > vocab_size:
-            wide = -(-size // 128) * 128
-            room = "" if size <= rows else f"convert with {_PADDING} {wide}, then "
-            log.warning(
-                "no --tokenizer-type is set: %s has %d ids, %d more than the model, which nobody "
-                "trained; to train them, %sgive the run this tokenizer, --vocab-size %d and "
-                "--new-tokens-from-mean",
-                folder / name,
-                size,
-                size - vocab_size,
-                room,
-                size,
-            )
-            return values
-        return values | {"tokenizer_type": kind, "tokenizer_model": str(folder)}
     return values
 
 

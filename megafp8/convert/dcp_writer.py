@@ -6,7 +6,6 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,63 +30,42 @@ from megafp8.checkpoint.files import METADATA_NAME
 from megafp8.checkpoint.record import FileEntry
 from megafp8.checkpoint.streaming import save_tensor
 from megafp8.checkpoint.writing import ChecksumStream
+from megafp8.convert.items import Item
+from megafp8.convert.routes import Described
 
 FILE_NAME = "__0_0.distcp"
+# A tensor's name -> its stored name, and the row of that one which it is; None for all of it.
+Place = Callable[[str], tuple[str, int | None]]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A rectangular part of a tensor, written at once.
-
-    Attributes:
-        name: of the tensor.
-        shape: of the whole tensor.
-        dtype: of both.
-        offsets: of the part's first element.
-        sizes: of the part.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Piece:
-        """A tensor in one piece."""
-        return cls(name, shape, dtype, (0,) * len(shape), shape)
-
-    @property
-    def index(self) -> MetadataIndex:
-        """DCP's key of it."""
-        return MetadataIndex(self.name, torch.Size(self.offsets))
-
-
-def _item(piece: Piece) -> WriteItem:
-    whole = piece.sizes == piece.shape
-    chunk = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+def _item(stored: str, row: int | None, entry: Described, rows: int) -> WriteItem:
+    shape, sizes, offsets = entry.shape, entry.shape, (0,) * len(entry.shape)
+    if row is not None:
+        shape, sizes, offsets = (rows, *shape), (1, *sizes), (row, *offsets)
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     return WriteItem(
-        index=piece.index,
-        type=WriteItemType.TENSOR if whole else WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk, TensorProperties(dtype=piece.dtype), torch.Size(piece.shape)
-        ),
+        index=MetadataIndex(stored, torch.Size(offsets)),
+        type=WriteItemType.TENSOR if sizes == shape else WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk, TensorProperties(dtype=entry.dtype), torch.Size(shape)),
     )
 
 
 def write_dcp(
     directory: Path,
-    pieces: Sequence[Piece],
-    produce: Callable[[Piece], Tensor],
+    items: Sequence[Item],
+    advance: Callable[[int], None],
+    place: Place = lambda name: (name, None),
+    rows: int = 0,
     objects: Mapping[str, bytes] | None = None,
 ) -> Mapping[str, FileEntry]:
     """Write `.metadata` and one shard into an existing directory.
 
     Args:
         directory: where to.
-        pieces: together they fill every tensor that they name.
-        produce: piece -> its values.
+        items: what is written, in order.
+        advance: told the bytes of each item.
+        place: where a tensor goes; together the tensors fill every stored one.
+        rows: of each stored tensor that is filled row by row.
         objects: name -> bytes that are stored beside the tensors as they are.
 
     Returns:
@@ -97,23 +75,29 @@ def write_dcp(
         OSError: a file could not be written.
     """
     # DCP's own writer keeps every tensor of a file until the file is closed.
-    items = [_item(piece) for piece in pieces]
-    items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects or {}]
+    objects, storage = objects or {}, {}
+    planned = [
+        _item(*place(name), entry, rows) for item in items for name, entry in item.entries.items()
+    ]
+    planned += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects]
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    (plan,), metadata = planner.create_global_plan([SavePlan(items)])
-    by_index, storage = {piece.index: piece for piece in pieces}, {}
+    (plan,), metadata = planner.create_global_plan([SavePlan(planned)])
+    order = iter(plan.items)
     with _summed(directory / FILE_NAME) as (file, entry_of_shard):
-        for item in plan.items:
+
+        def put(name: str, content: Tensor | bytes) -> None:
             start = file.tell()
-            if item.type == WriteItemType.BYTE_IO:
-                file.write((objects or {})[item.index.fqn])
+            if isinstance(content, bytes):
+                file.write(content)
             else:
-                piece = by_index[item.index]
-                tensor = produce(piece)
-                assert (tuple(tensor.shape), tensor.dtype) == (piece.sizes, piece.dtype), piece
-                save_tensor(tensor, file)
-                del tensor  # else it is there while the next one is made
-            storage[item.index] = _StorageInfo(FILE_NAME, start, file.tell() - start)
+                save_tensor(content if place(name)[1] is None else content[None], file)
+            storage[next(order).index] = _StorageInfo(FILE_NAME, start, file.tell() - start)
+
+        for item in items:
+            item.write(put)
+            advance(item.nbytes)
+        for name, content in objects.items():
+            put(name, content)
     metadata.storage_data, metadata.storage_meta = storage, StorageMeta()
     metadata.version = CURRENT_DCP_VERSION
     with _summed(directory / METADATA_NAME) as (file, entry_of_index):

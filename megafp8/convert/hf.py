@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from megafp8.checkpoint.files import sync_directory, write_atomically
+from megafp8.checkpoint.files import write_atomically
 from megafp8.config import ModelShape
+from megafp8.config.shape import EMBEDDING
 from megafp8.convert.carried import (
     CONFIG_NAME,
     copy_carried,
@@ -20,25 +18,22 @@ from megafp8.convert.carried import (
     end_of_document,
     find_carried,
 )
+from megafp8.convert.fp8_export import BAKED, Fp8Export
 from megafp8.convert.hf_config import choose_model_type, describe, to_hf_config
 from megafp8.convert.hf_fields import Fields, read_json
 from megafp8.convert.hf_folder import left_out, refuse_half_a_model
 from megafp8.convert.hf_names import GPT2_PREFIX, is_buffer, routes
-from megafp8.convert.routes import Route
+from megafp8.convert.items import Target, as_they_are, bar, nbytes
+from megafp8.convert.routes import FLOATING, HEAD, Described, reader
 from megafp8.convert.safetensors_files import (
     INDEX_NAME,
     SCALES_NAME,
-    Described,
     SafetensorsFolder,
-    SafetensorsWriter,
     into_shards,
-    shard_names,
+    write_safetensors,
 )
-from megafp8.convert.view import Checksums, ModelView, listed, make_config
+from megafp8.convert.view import ModelView, listed, make_config
 from megafp8.errors import CheckpointError
-
-HEAD = "lm_head.weight"
-FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def open_hf(
@@ -58,29 +53,21 @@ def open_hf(
     """
     refuse_half_a_model(folder)
     hf_config = read_json(folder / CONFIG_NAME)
-    told = describe(Fields(folder / CONFIG_NAME, hf_config, ignored), seq_length, divisible_by)
+    fields = Fields(folder / CONFIG_NAME, hf_config, ignored)
+    model, vocab_size = describe(fields, seq_length, divisible_by)
     files = SafetensorsFolder(folder)
-    prefix = _prefix(told.model_type, files.entries)
+    # GPT-2's first files leave out the prefix.
+    prefix = GPT2_PREFIX if any(name.startswith(GPT2_PREFIX) for name in files.entries) else ""
     dtype = _dtype(folder, files.entries)
-    rows = -(-told.vocab_size // divisible_by) * divisible_by
-    data = data_section(folder, told.vocab_size, rows)
-    config = make_config(folder, told.model, data, dtype)
-    shape = ModelShape.from_config(config, told.vocab_size)
-    by_name = {route.ours: route for route in routes(told.model_type, shape)}
-    check_stored(folder, files.entries, by_name.values(), prefix, told.tied)
-
-    def read_stored(name: str) -> Tensor:
-        return files.read(stored_name(name, prefix)).to(dtype)
-
-    def read(name: str) -> Tensor:
-        route = by_name[name]
-        return route.join([read_stored(theirs) for theirs in route.theirs])
-
+    rows = -(-vocab_size // divisible_by) * divisible_by
+    config = make_config(folder, model, data_section(folder, vocab_size, rows), dtype)
+    shape = ModelShape.from_config(config, vocab_size)
+    found = routes(hf_config["model_type"], shape, prefix)
+    read = reader(folder, files, found, dtype, shape.tied)
     notes = []
-    if told.tied and HEAD in files.entries:
-        (embedding,) = next(iter(by_name.values())).theirs
-        tables = files.read(HEAD), files.read(stored_name(embedding, prefix))
-        if not torch.equal(*(table.float() for table in tables)):
+    if shape.tied and HEAD in files.entries:
+        (embedding,) = next(route.theirs for route in found if route.ours == EMBEDDING)
+        if not torch.equal(files.read(HEAD).float(), files.read(embedding).float()):
             raise CheckpointError(
                 f"{folder}: tie_word_embeddings is true, but {HEAD} differs from {embedding}"
             )
@@ -108,17 +95,6 @@ def open_hf(
     )
 
 
-def _prefix(model_type: str, names: Collection[str]) -> str:
-    """GPT-2's first files leave out `transformer.` before every name."""
-    bare = model_type == "gpt2" and not any(name.startswith(GPT2_PREFIX) for name in names)
-    return GPT2_PREFIX if bare else ""
-
-
-def stored_name(name: str, prefix: str) -> str:
-    """A tensor's name as this folder spells it."""
-    return name.removeprefix(prefix) if prefix else name
-
-
 def _dtype(folder: Path, entries: Mapping[str, Described]) -> torch.dtype:
     """The dtype of all weights; fp32 holds them all where they differ."""
     found = {entry.dtype for entry in entries.values()}
@@ -129,194 +105,58 @@ def _dtype(folder: Path, entries: Mapping[str, Described]) -> torch.dtype:
     return found.pop() if len(found) == 1 else torch.float32
 
 
-def check_stored(
-    folder: Path,
-    entries: Mapping[str, Described],
-    by_name: Iterable[Route],
-    prefix: str,
-    tied: bool,
-) -> None:
-    """Compare what is stored with what the model consists of.
-
-    Raises:
-        CheckpointError: names that are missing or unknown, and shapes that differ.
-    """
-    wanted = {
-        stored_name(name, prefix): shape
-        for route in by_name
-        for name, shape in zip(route.theirs, route.shapes, strict=True)
-    }
-    missing = sorted(wanted.keys() - entries.keys())
-    extra = sorted(name for name in entries.keys() - wanted.keys() if name != HEAD)
-    problems = []
-    if HEAD in missing:
-        problems.append(f"tie_word_embeddings is false and {HEAD} is missing")
-    for what, names in (("missing", missing), ("unknown", extra)):
-        if names:
-            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-            problems.append(f"{len(names)} {what}: {', '.join(names[:10])}{more}")
-    problems += [
-        f"{name} has shape {list(entries[name].shape)}, expected {list(shape)}"
-        for name, shape in wanted.items()
-        if name in entries and entries[name].shape != shape
-    ][:10]
-    if HEAD in entries and HEAD not in wanted and not tied:
-        problems.append(f"{HEAD} is unknown")
-    if problems:
-        raise CheckpointError(f"{folder}: {'; '.join(problems)}")
+def export_of(view: ModelView, fp8: str) -> Fp8Export | None:
+    """What of a model becomes FP8 where weights are baked; None for the other values of --fp8."""
+    return Fp8Export(view, preferred_type(view), fp8) if fp8 in BAKED else None
 
 
-@dataclass(frozen=True)
-class Item:
-    """What one parameter becomes in the files.
-
-    Attributes:
-        entries: name -> shape and dtype.
-        produce: makes the tensors, in the order of `entries`.
-    """
-
-    entries: dict[str, Described]
-    produce: Callable[[], Sequence[Tensor]]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return sum(entry.nbytes for entry in self.entries.values())
-
-
-@dataclass
-class Written:
-    """What a writer put down, for the verification and the last line.
-
-    Attributes:
-        checksums: of the values that were written.
-        tensors: in the files.
-        bytes: in the files.
-        what: the format in words.
-    """
-
-    checksums: Checksums
-    tensors: int = 0
-    bytes: int = 0
-    what: str = ""
-    notes: list[str] = field(default_factory=list)
-
-
-def plain_items(
-    view: ModelView, model_type: str, dtype: torch.dtype, exact: bool, sums: Checksums
-) -> list[Item]:
-    """Every parameter under its Hugging Face names in one dtype.
-
-    Args:
-        view: the model.
-        model_type: whose names.
-        dtype: of the files.
-        exact: refuse values that `dtype` cannot hold.
-        sums: is told each parameter's values when they are produced.
-    """
-
-    def item(route: Route) -> Item:
-        entries = {
-            name: Described(shape, dtype)
-            for name, shape in zip(route.theirs, route.shapes, strict=True)
-        }
-
-        def produce() -> list[Tensor]:
-            ours = cast_weights(view, route.ours, dtype, exact)
-            sums.add(route.ours, ours)
-            return route.split(ours)
-
-        return Item(entries, produce)
-
-    return [item(route) for route in routes(model_type, view.shape)]
-
-
-def cast_weights(view: ModelView, name: str, dtype: torch.dtype, exact: bool) -> Tensor:
-    """One parameter in another dtype.
-
-    Raises:
-        CheckpointError: values are not finite; `exact`, and they would change; or they lie beyond
-            the range of `dtype`.
-    """
-    before = view.read(name)
-    bad = before.numel() - int(before.isfinite().sum())
-    if bad:
-        raise CheckpointError(
-            f"{view.path}: {name} holds {bad} values that are not finite: no weights of a model"
-        )
-    after = before.to(dtype)
-    if exact and not torch.equal(after.to(before.dtype), before):
-        raise CheckpointError(
-            f"{view.path}: {name} holds values that {dtype} does not; give --dtype"
-        )
-    if not after.isfinite().all():
-        raise CheckpointError(f"{view.path}: {name} holds values beyond the range of {dtype}")
-    return after
-
-
-def write_hf(
-    view: ModelView,
-    target: Path,
-    model_type: str,
-    dtype: torch.dtype,
-    items: Sequence[Item],
-    extra_config: Mapping[str, Any],
-    max_shard_bytes: int,
-    advance: Callable[[int], None],
-    written: Written,
-) -> None:
+def write_hf(target: Target, fp8: str, max_shard_bytes: int) -> None:
     """Write a folder that transformers and inference engines load.
 
     Args:
-        view: the model.
-        target: a new, empty folder.
-        model_type: from `choose_model_type`.
-        dtype: named in `config.json`.
-        items: tensors, in order.
-        extra_config: further fields for `config.json`.
+        target: where to.
+        fp8: none, scales, or one of BAKED.
         max_shard_bytes: a file is no larger, unless one parameter is.
-        advance: told the bytes of each item.
-        written: filled in.
+
+    Raises:
+        CheckpointError: no architecture fits, or the model has nothing for `fp8`.
     """
-    ranges = list(into_shards([item.nbytes for item in items], max_shard_bytes))
-    names = shard_names(len(ranges))
-    owners: dict[str, str] = {}
-    for name, chosen in zip(names, ranges, strict=True):
-        part = [items[i] for i in chosen]
-        entries = {key: entry for item in part for key, entry in item.entries.items()}
-        owners |= dict.fromkeys(entries, name)
-        _write_shard(target / name, entries, part, advance)
-        written.tensors += len(entries)
-    written.bytes = sum(item.nbytes for item in items)
-    if len(names) > 1:
-        index = {"metadata": {"total_size": written.bytes}, "weight_map": owners}
-        write_atomically(target / INDEX_NAME, json.dumps(index, indent=2) + "\n")
-    copy_carried(view.carried, target)
+    view, folder, model_type = target.view, target.folder, preferred_type(target.view)
+    target.what = f"{model_type}, {str(target.dtype).removeprefix('torch.')}"
+    baked = export_of(view, fp8)
+    if baked is not None:
+        items = baked.items(target)
+        target.what += f", {len(baked.chosen)} linears in FP8 {fp8}"
+        if target.dtype == torch.float32:
+            target.notes.append(
+                "what is not FP8 is float32, which engines may run in FP16 unless they are told "
+                "another dtype; --dtype bf16 writes bfloat16"
+            )
+    else:
+        items = target.items(routes(model_type, view.shape))
+    target.bytes, owners = nbytes(items), {}
+    with bar("writing", target.bytes) as advance:
+        shards = into_shards(items, max_shard_bytes)
+        for name, part in shards.items():
+            write_safetensors(folder / name, part, advance)
+            owners |= {tensor: name for item in part for tensor in item.entries}
+        target.tensors = len(owners)
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": target.bytes}, "weight_map": owners}
+            write_atomically(folder / INDEX_NAME, json.dumps(index, indent=2) + "\n")
+        if fp8 == "scales":
+            if not view.scales:
+                raise CheckpointError(f"--fp8 scales: {view.path} holds no FP8 scale state")
+            write_safetensors(folder / SCALES_NAME, as_they_are(view.scales), advance)
+            count = len(view.scales)
+            target.notes.append(f"{count} tensors of FP8 scale state in {SCALES_NAME}")
+    copy_carried(view.carried, folder)
     eos = None if view.hf_config else end_of_document(view.config)
     values = to_hf_config(
-        view.config.model, model_type, view.shape.vocab_size, dtype, view.hf_config, eos
+        view.config.model, model_type, view.shape.vocab_size, target.dtype, view.hf_config, eos
     )
-    values |= extra_config
-    write_atomically(target / CONFIG_NAME, json.dumps(values, indent=2) + "\n")
-    sync_directory(target)
-
-
-def _write_shard(
-    path: Path,
-    entries: Mapping[str, Described],
-    items: Sequence[Item],
-    advance: Callable[[int], None],
-) -> None:
-    writer = SafetensorsWriter(path, entries)
-    try:
-        for item in items:
-            for name, tensor in zip(item.entries, item.produce(), strict=True):
-                writer.write(name, tensor)
-            advance(item.nbytes)
-        writer.close()
-    except BaseException:
-        writer.abandon()
-        raise
+    values |= {} if baked is None else baked.config()
+    write_atomically(folder / CONFIG_NAME, json.dumps(values, indent=2) + "\n")
 
 
 def preferred_type(view: ModelView) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megafp8.config.model import ModelConfig
 from megafp8.convert.hf_fields import KEPT, Fields, is_number
-from megafp8.convert.hf_names import LLAMA_FAMILY, MODEL_TYPES
+from megafp8.convert.hf_names import MODEL_TYPES
 from megafp8.errors import CheckpointError
 
 ARCHITECTURES = {
@@ -25,32 +24,27 @@ LONGEST_DEFAULT_CONTEXT = 4096
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 _QWEN3_HEAD_DIM = 128  # transformers' default where the file has none
+# Rope type llama3: their names and ours.
+_LLAMA3 = {
+    "factor": "rope_scaling_factor",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "original_max_position_embeddings": "rope_original_max_position_embeddings",
+}
 
 
-@dataclass(frozen=True)
-class HfModel:
-    """What a `config.json` says.
-
-    Attributes:
-        model_type: one of MODEL_TYPES.
-        model: fields of our section `model`.
-        vocab_size: tokens, without padding.
-        tied: whether the output layer is the embedding.
-    """
-
-    model_type: str
-    model: dict[str, Any]
-    vocab_size: int
-    tied: bool
-
-
-def describe(fields: Fields, seq_length: int | None, divisible_by: int) -> HfModel:
+def describe(
+    fields: Fields, seq_length: int | None, divisible_by: int
+) -> tuple[dict[str, Any], int]:
     """Translate a `config.json`.
 
     Args:
         fields: its fields.
         seq_length: context for our configuration; None for the model's own, at most 4096.
         divisible_by: the vocabulary is padded to a multiple of it.
+
+    Returns:
+        Fields of our section `model`, and the tokens of the vocabulary without padding.
 
     Raises:
         CheckpointError: naming the field that is missing, wrong or not supported.
@@ -61,8 +55,7 @@ def describe(fields: Fields, seq_length: int | None, divisible_by: int) -> HfMod
     fields.expect("quantization_config", None)
     fields.expect("is_encoder_decoder", False)
     fields.expect("pruned_heads", {}, None)
-    build = _from_gpt2 if model_type == "gpt2" else _from_llama
-    model = build(fields, model_type)
+    model = _from_gpt2(fields) if model_type == "gpt2" else _from_llama(fields, model_type)
     vocab_size = fields.whole("vocab_size")
     tied = fields.switch("tie_word_embeddings", model_type == "gpt2")
     fields.finish()
@@ -72,7 +65,7 @@ def describe(fields: Fields, seq_length: int | None, divisible_by: int) -> HfMod
         "seq_length": seq_length or min(longest, LONGEST_DEFAULT_CONTEXT),
         "make_vocab_size_divisible_by": divisible_by,
     }
-    return HfModel(model_type, model, vocab_size, tied)
+    return model, vocab_size
 
 
 def _heads(heads: int, groups: int) -> dict[str, Any]:
@@ -86,16 +79,16 @@ def _heads(heads: int, groups: int) -> dict[str, Any]:
 
 def _from_llama(fields: Fields, model_type: str) -> dict[str, Any]:
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    head_dim = fields.get("head_dim", None)
-    if head_dim is None:
-        head_dim = _QWEN3_HEAD_DIM if model_type == "qwen3" else hidden // heads
-        if model_type != "qwen3" and hidden % heads:
-            raise fields.error("hidden_size", f"a multiple of num_attention_heads {heads}")
+    if fields.get("head_dim", None) is not None:
+        named, head_dim = "head_dim", fields.whole("head_dim")
     else:
-        head_dim = fields.whole("head_dim")
+        named, head_dim = "hidden_size", hidden // heads
+        if model_type == "qwen3":
+            head_dim = _QWEN3_HEAD_DIM
+        elif hidden % heads:
+            raise fields.error("hidden_size", f"a multiple of num_attention_heads {heads}")
     if head_dim % 2:
-        name = "head_dim" if fields.get("head_dim", None) is not None else "hidden_size"
-        raise fields.error(name, f"heads of an even size for rope, found {head_dim}")
+        raise fields.error(named, f"heads of an even size for rope, found {head_dim}")
     if fields.get("hidden_act") not in ("silu", "swish"):
         raise fields.error("hidden_act", "silu")
     fields.expect("rope_interleaved", False, None)
@@ -152,23 +145,17 @@ def _from_rope(fields: Fields) -> dict[str, Any]:
         if rest:
             raise fields.error(name, f"no {', '.join(sorted(rest))} without a rope_type")
         return {"rotary_base": float(values["rope_theta"])}
-    wanted = {
-        "factor": "rope_scaling_factor",
-        "low_freq_factor": "rope_low_freq_factor",
-        "high_freq_factor": "rope_high_freq_factor",
-        "original_max_position_embeddings": "rope_original_max_position_embeddings",
-    }
-    numbers = all(is_number(values.get(key)) for key in wanted)
+    numbers = all(is_number(values.get(name)) for name in _LLAMA3)
     numbers = numbers and values["original_max_position_embeddings"] % 1 == 0
-    if kind != "llama3" or set(values) != {"rope_theta", *wanted} or not numbers:
-        raise fields.error(name, f"rope_type default, or llama3 with {', '.join(wanted)}")
-    scaling = {ours: float(values[theirs]) for theirs, ours in wanted.items()}
-    original = int(values["original_max_position_embeddings"])
+    if kind != "llama3" or set(values) != {"rope_theta", *_LLAMA3} or not numbers:
+        raise fields.error(name, f"rope_type default, or llama3 with {', '.join(_LLAMA3)}")
+    scaling = {ours: float(values[theirs]) for theirs, ours in _LLAMA3.items()}
+    original = "rope_original_max_position_embeddings"
     return {
         "rotary_base": float(values["rope_theta"]),
         "use_rope_scaling": True,
         **scaling,
-        "rope_original_max_position_embeddings": original,
+        original: int(scaling[original]),
     }
 
 
@@ -221,7 +208,7 @@ def _from_window(fields: Fields, model_type: str, layers: int) -> tuple[int, int
     return fields.whole("sliding_window") - 1, 0
 
 
-def _from_gpt2(fields: Fields, model_type: str) -> dict[str, Any]:
+def _from_gpt2(fields: Fields) -> dict[str, Any]:
     hidden, heads = fields.whole("n_embd"), fields.whole("n_head")
     positions = fields.whole("n_positions")
     fields.expect("n_ctx", positions)
@@ -252,41 +239,44 @@ def _from_gpt2(fields: Fields, model_type: str) -> dict[str, Any]:
 
 def refusal(model_type: str, model: ModelConfig) -> str | None:
     """Why a model of ours cannot be written as this type; None if it can."""
-    all_biases = model.qkv_bias and model.attention_output_bias and model.mlp_bias
-    no_biases = not (model.qkv_bias or model.attention_output_bias or model.mlp_bias)
-    rules: list[tuple[bool, str]]
-    if model_type == "gpt2":
-        rules = [
-            (model.normalization == "LayerNorm", "--normalization is not LayerNorm"),
-            (model.position_embedding_type == "learned_absolute", "positions are not learned"),
-            (not model.swiglu, "--swiglu is on"),
-            (all_biases, "a bias is missing"),
+    gpt2 = model_type == "gpt2"
+    norm, positions = ("LayerNorm", "learned_absolute") if gpt2 else ("RMSNorm", "rope")
+    qkv, output, mlp = model.qkv_bias, model.attention_output_bias, model.mlp_bias
+    rules = [
+        (model.normalization == norm, f"--normalization is not {norm}"),
+        (
+            model.position_embedding_type == positions,
+            f"positions are not {positions.removesuffix('_absolute')}",
+        ),
+        (model.swiglu != gpt2, f"--swiglu is {'on' if gpt2 else 'off'}"),
+    ]
+    if gpt2:
+        rules += [
+            (qkv and output and mlp, "a bias is missing"),
             (model.query_groups == model.num_attention_heads, "--group-query-attention is on"),
             (model.head_dim * model.num_attention_heads == model.hidden_size, "--kv-channels"),
             (not model.qk_layernorm, "--qk-layernorm is on"),
             (model.window_size is None, "--window-size is given"),
         ]
     else:
-        rules = [
-            (model.normalization == "RMSNorm", "--normalization is not RMSNorm"),
-            (model.position_embedding_type == "rope", "positions are not rope"),
-            (model.swiglu, "--swiglu is off"),
+        rules += [
             (model.rotary_percent == 1.0, "--rotary-percent is not 1"),
             (model.qk_layernorm == (model_type == "qwen3"), f"--qk-layernorm {model.qk_layernorm}"),
             (model.window_size is None or model_type != "llama", "--window-size is given"),
         ]
-        if model_type == "mistral":
-            rules.append((no_biases, "a linear has a bias"))
-        elif model_type == "qwen2":
-            fits = model.qkv_bias and not (model.attention_output_bias or model.mlp_bias)
-            rules.append((fits, "biases are not those of queries, keys and values alone"))
-        else:
-            # transformers' LlamaConfig, and it alone, refuses other sizes with a head_dim too.
-            whole = model.hidden_size % model.num_attention_heads == 0 or model_type != "llama"
-            rules.append((whole, "the hidden size is no multiple of the heads"))
-            fits = model.qkv_bias == model.attention_output_bias
-            rules.append((fits, "one of --add-qkv-bias and --add-attention-output-bias is on"))
-            rules.append((model_type == "llama" or not model.mlp_bias, "--add-mlp-bias is on"))
+    if model_type == "mistral":
+        rules.append((not (qkv or output or mlp), "a linear has a bias"))
+    elif model_type == "qwen2":
+        only = qkv and not (output or mlp)
+        rules.append((only, "biases are not those of queries, keys and values alone"))
+    elif not gpt2:
+        # transformers' LlamaConfig, and it alone, refuses other sizes with a head_dim too.
+        whole = model.hidden_size % model.num_attention_heads == 0 or model_type != "llama"
+        rules += [
+            (whole, "the hidden size is no multiple of the heads"),
+            (qkv == output, "one of --add-qkv-bias and --add-attention-output-bias is on"),
+            (model_type == "llama" or not mlp, "--add-mlp-bias is on"),
+        ]
     return next((reason for holds, reason in rules if not holds), None)
 
 
@@ -296,10 +286,8 @@ def choose_model_type(model: ModelConfig, preferred: str | None) -> str:
     Raises:
         CheckpointError: none fits; says why for each.
     """
-    order = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
-    if preferred in order:
-        order.insert(0, str(preferred))
-    for model_type in order:
+    order = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
+    for model_type in (preferred, *order) if preferred in order else order:
         if refusal(model_type, model) is None:
             return model_type
     reasons = "; ".join(f"{kind}: {refusal(kind, model)}" for kind in ARCHITECTURES)
@@ -337,20 +325,14 @@ def to_hf_config(
         "dtype": name,
         **kept,
     }
-    make = _to_llama if model_type in LLAMA_FAMILY else _to_gpt2
-    return common | make(model, model_type)
+    return common | (_to_gpt2(model) if model_type == "gpt2" else _to_llama(model, model_type))
 
 
 def _to_llama(model: ModelConfig, model_type: str) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
     if model.use_rope_scaling:
-        rope = {
-            "rope_type": "llama3",
-            "factor": model.rope_scaling_factor,
-            "low_freq_factor": model.rope_low_freq_factor,
-            "high_freq_factor": model.rope_high_freq_factor,
-            "original_max_position_embeddings": model.rope_original_max_position_embeddings,
-        }
+        scaling = {theirs: getattr(model, ours) for theirs, ours in _LLAMA3.items()}
+        rope = {"rope_type": "llama3", **scaling}
     values = {
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_size,
@@ -383,7 +365,7 @@ def _to_llama(model: ModelConfig, model_type: str) -> dict[str, Any]:
     return values
 
 
-def _to_gpt2(model: ModelConfig, model_type: str) -> dict[str, Any]:
+def _to_gpt2(model: ModelConfig) -> dict[str, Any]:
     return {
         "n_embd": model.hidden_size,
         "n_head": model.num_attention_heads,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from megafp8.errors import CheckpointError
 
@@ -66,37 +66,30 @@ class Fields:
             raise self.error(name, "a value; the file has to say it")
         return default
 
+    def _taken_as(self, name: str, default: Any, holds: Callable[[Any], bool], allowed: str) -> Any:
+        value = self.get(name, default)
+        if not holds(value):
+            raise self.error(name, allowed)
+        return value
+
     def whole(self, name: str, default: Any = _MISSING) -> int:
         """A positive whole number; null is taken as missing where there is a default."""
-        value = self.get(name, default)
-        if value is None and default is not _MISSING:
-            value = default
-        if not is_size(value):
-            raise self.error(name, "a positive whole number")
-        return value
+        if default is not _MISSING and self.get(name, None) is None:
+            return default
+        return self._taken_as(name, default, is_size, "a positive whole number")
 
     def number(self, name: str, default: Any = _MISSING) -> float:
         """A number >= 0."""
-        value = self.get(name, default)
-        if not is_number(value):
-            raise self.error(name, "a number >= 0")
-        return float(value)
+        return float(self._taken_as(name, default, is_number, "a number >= 0"))
 
     def switch(self, name: str, default: Any = _MISSING) -> bool:
         """True or false."""
-        value = self.get(name, default)
-        if not isinstance(value, bool):
-            raise self.error(name, "true or false")
-        return value
+        return self._taken_as(name, default, lambda v: isinstance(v, bool), "true or false")
 
     def mapping(self, name: str) -> dict[str, Any]:
         """An object; empty where it is missing or null."""
-        value = self.get(name, None)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise self.error(name, "an object or null")
-        return value
+        plain = (dict, type(None))
+        return self._taken_as(name, None, lambda v: isinstance(v, plain), "an object or null") or {}
 
     def expect(self, name: str, *allowed: Any) -> None:
         """Refuse any value but these; a missing field is one of them.
@@ -141,7 +134,7 @@ class Fields:
             )
 
 
-def is_number(value: object) -> TypeGuard[int | float]:
+def is_number(value: object) -> bool:
     """Tell whether a value of a JSON file is a number >= 0 that a float can hold; true is none."""
     # `json` also reads NaN and Infinity, and whole numbers of any length.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -149,7 +142,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return 0 <= value < 1e300
 
 
-def is_size(value: object) -> TypeGuard[int]:
+def is_size(value: object) -> bool:
     """Tell whether a value is a whole number > 0 of no more than 64 bits; true is none."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megafp8.config import ModelShape, ParameterSpec
-from megafp8.config.shape import EMBEDDING, OUTPUT
+from megafp8.config.shape import EMBEDDING, OUTPUT, linear_names
 from megafp8.convert.routes import (
+    HEAD,
     Route,
     gate_and_up,
     same,
@@ -16,15 +17,17 @@ from megafp8.convert.routes import (
 
 LLAMA_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 MODEL_TYPES = (*LLAMA_FAMILY, "gpt2")
+GPT2_PREFIX = "transformer."
 
-_LLAMA_TOP = {EMBEDDING: "model.embed_tokens.weight", OUTPUT: "lm_head.weight"}
-_LLAMA_MODULES = {
+_LLAMA_TOP = {
+    EMBEDDING: "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+}
+_LLAMA_NORMS = {
     "input_layernorm": "input_layernorm",
     "pre_mlp_layernorm": "post_attention_layernorm",
-    "self_attention.linear_proj": "self_attn.o_proj",
     "self_attention.q_layernorm": "self_attn.q_norm",
     "self_attention.k_layernorm": "self_attn.k_norm",
-    "mlp.linear_fc2": "mlp.down_proj",
 }
 _GPT2_TOP = {
     EMBEDDING: "wte.weight",
@@ -40,18 +43,37 @@ _GPT2_MODULES = {
     "mlp.linear_fc1": "mlp.c_fc",
     "mlp.linear_fc2": "mlp.c_proj",
 }
-GPT2_PREFIX = "transformer."
 
 
-def routes(model_type: str, shape: ModelShape) -> list[Route]:
+def routes(model_type: str, shape: ModelShape, prefix: str = GPT2_PREFIX) -> list[Route]:
     """Return a route for every parameter, in the order of the forward pass.
 
     Args:
         model_type: one of MODEL_TYPES.
         shape: the model's sizes.
+        prefix: before GPT-2's names.
     """
-    make = _gpt2 if model_type == "gpt2" else _llama
-    return [make(spec, shape) for spec in shape.parameters()]
+    gpt2 = model_type == "gpt2"
+    top = {name: prefix + theirs for name, theirs in _GPT2_TOP.items()} if gpt2 else _LLAMA_TOP
+    top = top | {OUTPUT: HEAD}
+    linears = {item.name: item.hf_names for item in linear_names(shape.num_layers, shape.swiglu)}
+    found = []
+    for spec in shape.parameters():
+        module, _, kind = spec.name.rpartition(".")
+        inner = module.removeprefix(f"decoder.layers.{spec.layer}.")
+        if spec.name in (EMBEDDING, OUTPUT):
+            route = vocabulary(spec, shape, top[spec.name], shape.vocab_size)
+        elif spec.layer is None:
+            route = same(spec, top[spec.name])
+        elif gpt2:
+            theirs = f"{prefix}h.{spec.layer}.{_GPT2_MODULES[inner]}.{kind}"
+            route = _gpt2(spec, shape, theirs)
+        elif module in linears:
+            route = _llama(spec, shape, [f"{theirs}.{kind}" for theirs in linears[module]])
+        else:
+            route = same(spec, f"model.layers.{spec.layer}.{_LLAMA_NORMS[inner]}.{kind}")
+        found.append(route)
+    return found
 
 
 def is_buffer(name: str) -> bool:
@@ -59,41 +81,14 @@ def is_buffer(name: str) -> bool:
     return name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))
 
 
-def _layer_parts(spec: ParameterSpec) -> tuple[str, str, str]:
-    """`decoder.layers.3.mlp.linear_fc1.weight` -> ("3", "mlp.linear_fc1", "weight")."""
-    assert spec.layer is not None, spec.name
-    rest = spec.name.removeprefix(f"decoder.layers.{spec.layer}.")
-    module, _, kind = rest.rpartition(".")
-    return str(spec.layer), module, kind
+def _llama(spec: ParameterSpec, shape: ModelShape, theirs: list[str]) -> Route:
+    if len(theirs) == 3:
+        return separate_qkv(spec, shape, theirs)
+    return gate_and_up(spec, theirs) if len(theirs) == 2 else same(spec, theirs[0])
 
 
-def _llama(spec: ParameterSpec, shape: ModelShape) -> Route:
-    if spec.name in _LLAMA_TOP:
-        return vocabulary(spec, shape, _LLAMA_TOP[spec.name], shape.vocab_size)
-    if spec.layer is None:
-        assert spec.name == "decoder.final_layernorm.weight", spec.name
-        return same(spec, "model.norm.weight")
-    layer, module, kind = _layer_parts(spec)
-    prefix = f"model.layers.{layer}"
-    if module == "self_attention.linear_qkv":
-        names = [f"{prefix}.self_attn.{part}_proj.{kind}" for part in "qkv"]
-        return separate_qkv(spec, shape, names)
-    if module == "mlp.linear_fc1":
-        return gate_and_up(spec, [f"{prefix}.mlp.{part}_proj.{kind}" for part in ("gate", "up")])
-    return same(spec, f"{prefix}.{_LLAMA_MODULES[module]}.{kind}")
-
-
-def _gpt2(spec: ParameterSpec, shape: ModelShape) -> Route:
-    if spec.name == OUTPUT:
-        return vocabulary(spec, shape, "lm_head.weight", shape.vocab_size)
-    if spec.layer is None:
-        theirs = GPT2_PREFIX + _GPT2_TOP[spec.name]
-        if spec.name == EMBEDDING:
-            return vocabulary(spec, shape, theirs, shape.vocab_size)
-        return same(spec, theirs)
-    layer, module, kind = _layer_parts(spec)
-    theirs = f"{GPT2_PREFIX}h.{layer}.{_GPT2_MODULES[module]}.{kind}"
+def _gpt2(spec: ParameterSpec, shape: ModelShape, theirs: str) -> Route:
     matrix = spec.kind == "linear"
-    if module == "self_attention.linear_qkv":
+    if ".linear_qkv." in spec.name:
         return stacked_qkv(spec, shape, theirs, transpose=matrix)
     return transposed(spec, theirs) if matrix else same(spec, theirs)

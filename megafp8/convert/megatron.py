@@ -11,35 +11,29 @@ import io
 import json
 import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megafp8.checkpoint.files import METADATA_NAME, sync_directory, write_atomically
+from megafp8.checkpoint.files import sync_directory, write_atomically
 from megafp8.checkpoint.kinds import found_instead
 from megafp8.checkpoint.metadata import read_metadata, read_objects
 from megafp8.config import ModelShape, ParameterSpec, load_config
-from megafp8.config.shape import EMBEDDING, OUTPUT
+from megafp8.config.shape import EMBEDDING, OUTPUT, linear_names
 from megafp8.convert.carried import copy_carried
 from megafp8.convert.dcp_reader import DcpTensors
-from megafp8.convert.dcp_writer import Piece, write_dcp
-from megafp8.convert.hf import FLOATING, Written, cast_weights, check_stored
+from megafp8.convert.dcp_writer import write_dcp
 from megafp8.convert.hf_fields import read_json
+from megafp8.convert.items import Target, bar, nbytes
 from megafp8.convert.megatron_args import from_args, refusal, to_args
-from megafp8.convert.megatron_legacy import (
-    EXTRA_STATE,
-    LegacyTensors,
-    legacy_folders,
-    notes_of,
-)
-from megafp8.convert.megatron_names import LAYERS, NORMS, canonical
-from megafp8.convert.routes import Route, same, vocabulary
+from megafp8.convert.megatron_legacy import FILE_NAME, LegacyTensors, legacy_folders
+from megafp8.convert.megatron_names import EXTRA_STATE, LAYERS, NORMS, canonical, notes_of
+from megafp8.convert.routes import FLOATING, Described, Route, reader, same, vocabulary
 from megafp8.convert.safe_pickle import load_pickled, settings_of
-from megafp8.convert.safetensors_files import Described
 from megafp8.convert.view import ModelView, make_config
 from megafp8.errors import CheckpointError
 
@@ -48,25 +42,7 @@ JSON_NAME = "metadata.json"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 VERSIONS = (2.0, 3.0)
-# Linears for which Megatron stores a state of its own beside the weights; empty without FP8.
-_STATEFUL = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
-
-
-class Store(Protocol):
-    """Tensors under canonical names with global layer numbers, in Megatron's shapes."""
-
-    entries: dict[str, Described]
-    notes: list[str]
-
-    def read(self, name: str) -> Tensor:
-        """One tensor."""
-        ...
 
 
 def open_megatron(
@@ -90,15 +66,14 @@ def open_megatron(
             f"--load {load} holds neither {COMMON_NAME} nor mp_rank_*"
             f"{found_instead(load, 'megatron')}"
         )
-    source = ranks[0] / "model_optim_rng.pt" if ranks else folder / COMMON_NAME
+    source = ranks[0] / FILE_NAME if ranks else folder / COMMON_NAME
     common = load_pickled(source)
-    _check_version(source, common, bool(ranks))
-    args = settings_of(common["args"], source) if _has_args(common) else {}
+    common = common if isinstance(common, dict) else {}
+    _check_version(source, common.get("checkpoint_version"), bool(ranks))
+    stored = common.get("args")
+    args = {} if stored is None else settings_of(stored, source)
     model, vocab = _model(source, args, config_file, seq_length, divisible_by)
-    if ranks:
-        store: Store = LegacyTensors(folder, ranks, args, model)
-    else:
-        store = DistTensors(folder)
+    store = LegacyTensors(folder, ranks, args, model) if ranks else DistTensors(folder)
     rows = store.entries[EMBEDDING].shape[0] if EMBEDDING in store.entries else 0
     vocab = vocab or rows
     if not 0 < vocab <= rows:
@@ -109,15 +84,8 @@ def open_megatron(
         raise CheckpointError(f"{folder}: weights are {dtype}; allowed: {FLOATING}")
     config = make_config(folder, model, {"vocab_size": vocab}, dtype)
     shape = ModelShape.from_config(config, vocab)
-    by_name = {route.ours: route for route in _routes(shape, rows)}
-    check_stored(folder, store.entries, by_name.values(), "", shape.tied)
-
-    def read(name: str) -> Tensor:
-        return by_name[name].join([store.read(name).to(dtype)])
-
-    return ModelView(
-        path=folder, config=config, shape=shape, dtype=dtype, read=read, notes=tuple(store.notes)
-    )
+    read = reader(folder, store, _routes(shape, rows), dtype, shape.tied)
+    return ModelView(folder, config, shape, dtype, read, notes=tuple(store.notes))
 
 
 def _find(load: Path) -> Path:
@@ -133,27 +101,22 @@ def _find(load: Path) -> Path:
     return load / name
 
 
-def _check_version(source: Path, common: Any, legacy: bool) -> None:
+def _check_version(source: Path, version: Any, legacy: bool) -> None:
     """Refuse what Megatron would reorder: version 1 fused queries, keys and values otherwise.
 
     Args:
         source: the file, for messages.
-        common: its content.
+        version: what it says; None if it says none.
         legacy: of the form that may be so old; without a version it is, to Megatron.
 
     Raises:
         CheckpointError: the version is not one of VERSIONS.
     """
-    version = common.get("checkpoint_version") if isinstance(common, dict) else None
     if version in VERSIONS or (version is None and not legacy):
         return
     found = "is missing" if version is None else f"is {version!r:.40}"
     allowed = ", ".join(map(str, VERSIONS))
     raise CheckpointError(f"{source}: checkpoint_version {found}; allowed: {allowed}")
-
-
-def _has_args(common: Any) -> bool:
-    return isinstance(common, dict) and common.get("args") is not None
 
 
 def _model(
@@ -225,64 +188,40 @@ class DistTensors:
 
 
 def _routes(shape: ModelShape, rows: int) -> list[Route]:
-    return [_route(spec, shape, rows) for spec in shape.parameters()]
+    def route(spec: ParameterSpec) -> Route:
+        if spec.name in (EMBEDDING, OUTPUT):
+            return vocabulary(spec, shape, spec.name, rows)
+        gated = shape.swiglu and ".mlp.linear_fc1." in spec.name
+        merged = (spec.shape[0] * spec.shape[1], *spec.shape[2:]) if gated else spec.shape
+        return same(spec, spec.name, merged)
+
+    return [route(spec) for spec in shape.parameters()]
 
 
-def _route(spec: ParameterSpec, shape: ModelShape, rows: int) -> Route:
-    if spec.name in (EMBEDDING, OUTPUT):
-        return vocabulary(spec, shape, spec.name, rows)
-    gated = shape.swiglu and ".mlp.linear_fc1." in spec.name
-    merged = (spec.shape[0] * spec.shape[1], *spec.shape[2:]) if gated else spec.shape
-    return same(spec, spec.name, merged)
-
-
-def write_megatron(
-    view: ModelView,
-    target: Path,
-    dtype: torch.dtype,
-    exact: bool,
-    advance: Callable[[int], None],
-    written: Written,
-) -> None:
+def write_megatron(target: Target) -> None:
     """Write `release/` in the `torch_dist` form, layers stacked as Megatron-core writes them.
-
-    Args:
-        view: the model.
-        target: a new, empty folder.
-        dtype: of the weights.
-        exact: refuse values that `dtype` cannot hold.
-        advance: told the bytes of each tensor.
-        written: filled in.
 
     Raises:
         CheckpointError: Megatron cannot compute this model; says why.
     """
+    view, shape, folder = target.view, target.view.shape, target.folder / RELEASE
     reason = refusal(view.config.model)
     if reason is not None:
         raise CheckpointError(f"{view.path}: {reason}")
-    shape, folder = view.shape, target / RELEASE
     folder.mkdir()
-    routes = {route.ours: route for route in _routes(shape, shape.padded_vocab_size)}
-    pieces = {_piece(spec, routes[spec.name], shape, dtype): spec for spec in shape.parameters()}
-
-    def produce(piece: Piece) -> Tensor:
-        name = pieces[piece].name
-        ours = cast_weights(view, name, dtype, exact)
-        written.checksums.add(name, ours)
-        advance(ours.nbytes)
-        return routes[name].split(ours)[0].view(piece.sizes)
-
     buffer = io.BytesIO()
     torch.save([None], buffer)  # Megatron-core stores a list of the objects under a key
-    empty = buffer.getvalue()
-    count = shape.num_layers
+    # Of linears Megatron stores a state of its own beside the weights; empty without FP8.
+    stateful = [item.name.removeprefix(f"{LAYERS}0.") for item in linear_names(1, shape.swiglu)]
     objects = {
-        f"{LAYERS}{module}._extra_state/shard_{layer}_{count}": empty
-        for module in _STATEFUL
-        for layer in range(count)
+        f"{LAYERS}{module}.{EXTRA_STATE}/shard_{layer}_{shape.num_layers}": buffer.getvalue()
+        for module in stateful
+        for layer in range(shape.num_layers)
     }
-    write_dcp(folder, list(pieces), produce, objects)
-    settings = to_args(view.config.model, shape, dtype)
+    items = target.items(_routes(shape, shape.padded_vocab_size))
+    with bar("writing", nbytes(items)) as advance:
+        write_dcp(folder, items, advance, _place, shape.num_layers, objects)
+    settings = to_args(view.config.model, shape, target.dtype)
     common = {"args": Namespace(**settings), "checkpoint_version": 3.0, "iteration": 0}
     torch.save(common, folder / COMMON_NAME)
     told = {
@@ -293,19 +232,17 @@ def write_megatron(
     }
     write_atomically(folder / JSON_NAME, json.dumps(told))
     sync_directory(folder)
-    write_atomically(target / TRACKER_NAME, RELEASE)
-    copy_carried(view.carried, target / "tokenizer")
-    written.tensors = len({piece.name for piece in pieces})
-    written.bytes = sum(path.stat().st_size for path in folder.iterdir())
-    assert (folder / METADATA_NAME).is_file()
+    write_atomically(target.folder / TRACKER_NAME, RELEASE)
+    copy_carried(view.carried, target.folder / "tokenizer")
+    target.tensors = len({_place(name)[0] for item in items for name in item.entries})
+    target.bytes = sum(path.stat().st_size for path in folder.iterdir())
 
 
-def _piece(spec: ParameterSpec, route: Route, shape: ModelShape, dtype: torch.dtype) -> Piece:
-    (sizes,) = route.shapes
-    if spec.layer is None:
-        return Piece.whole(spec.name, sizes, dtype)
-    rest = spec.name.removeprefix(f"{LAYERS}{spec.layer}.")
+def _place(name: str) -> tuple[str, int | None]:
+    """Where a tensor is stored: `decoder.layers.3.x` is row 3 of `decoder.layers.x`."""
+    if not name.startswith(LAYERS):
+        return name, None
+    layer, _, rest = name.removeprefix(LAYERS).partition(".")
     for theirs, ours in NORMS.items():
         rest = theirs + rest.removeprefix(ours) if rest.startswith(ours) else rest
-    offsets = (spec.layer, *(0 for _ in sizes))
-    return Piece(LAYERS + rest, (shape.num_layers, *sizes), dtype, offsets, (1, *sizes))
+    return LAYERS + rest, int(layer)

@@ -3,64 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megafp8.config.shape import OUTPUT, linear_names
 from megafp8.convert.dcp_reader import is_empty, is_plain
-from megafp8.convert.megatron_names import LAYERS, canonical
+from megafp8.convert.megatron_names import EXTRA_STATE, LAYERS, canonical, notes_of
+from megafp8.convert.routes import Described
 from megafp8.convert.safe_pickle import load_pickled
-from megafp8.convert.safetensors_files import Described
-from megafp8.convert.view import listed
 from megafp8.errors import CheckpointError
 
-EXTRA_STATE = "_extra_state"
 FILE_NAME = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
-# Dimension that tensor parallelism splits, by module and kind; the rest is equal on all ranks.
-_SPLIT = {
-    ("word_embeddings", "weight"): 0,
-    ("output_layer", "weight"): 0,
-    ("linear_qkv", "weight"): 0,
-    ("linear_qkv", "bias"): 0,
-    ("linear_proj", "weight"): 1,
-    ("linear_fc1", "weight"): 0,
-    ("linear_fc1", "bias"): 0,
-    ("linear_fc2", "weight"): 1,
-}
-
+# Modules that tensor parallelism splits, and how; the rest is equal on all ranks.
+_MODES = {item.name.rpartition(".")[2]: item.mode for item in linear_names(1, True)}
+_MODES |= {"word_embeddings": "column", "output_layer": "column"}
 # Settings that give the pipeline's stages different numbers of layers.
 _UNEVEN = (
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "standalone_embedding_stage",
+    "pipeline_model_parallel_layout decoder_first_pipeline_num_layers "
+    "decoder_last_pipeline_num_layers num_layers_in_first_pipeline_stage "
+    "num_layers_in_last_pipeline_stage account_for_embedding_in_pipeline_split "
+    "account_for_loss_in_pipeline_split standalone_embedding_stage"
 )
-
-
-def notes_of(optimizer: Collection[str], extra: Collection[str]) -> list[str]:
-    """What of a checkpoint stays behind, a sentence each.
-
-    Args:
-        optimizer: tensors or files of optimizer state.
-        extra: modules' extra state that holds anything.
-    """
-    notes = []
-    if optimizer:
-        notes.append(f"optimizer state is not converted: left out {listed(optimizer)}")
-    if extra:
-        notes.append(
-            f"FP8 state of TransformerEngine is not converted, scales start anew: left out "
-            f"{listed(extra)}"
-        )
-    return notes
 
 
 def legacy_folders(folder: Path) -> list[Path]:
@@ -87,9 +55,8 @@ class LegacyTensors:
     ) -> None:
         self.folder = folder
         self.swiglu = bool(model["swiglu"])
-        grid = {_coordinates(path): path for path in ranks}
-        tp = 1 + max(rank for rank, _ in grid)
-        pp = 1 + max(stage for _, stage in grid)
+        grid = {_coordinates(path): path / FILE_NAME for path in ranks}
+        tp, pp = (1 + max(numbers) for numbers in zip(*grid, strict=True))
         for name, found in (("tensor", tp), ("pipeline", pp)):
             wanted = args.get(f"{name}_model_parallel_size", found)
             if wanted != found or len(grid) != tp * pp:
@@ -98,24 +65,20 @@ class LegacyTensors:
                     f"{pp}), but args say {name}_model_parallel_size {wanted}"
                 )
         _refuse_uneven_stages(folder, args, pp)
+        tied = not model.get("untie_embeddings_and_output_weights")
         self._parts: dict[str, list[Tensor]] = {}
         self._optimizer: set[str] = set()
         self._extra: set[str] = set()
-        for stage in range(pp):
-            for rank in range(tp):
-                path = grid[rank, stage] / FILE_NAME
-                for name, tensor in self._named(path, stage, pp, int(model["num_layers"])):
-                    tied_copy = name == "output_layer.weight" and not model.get(
-                        "untie_embeddings_and_output_weights"
-                    )
-                    if not tied_copy:
-                        self._parts.setdefault(name, []).append(tensor)
+        for (_, stage), path in sorted(grid.items(), key=lambda item: item[0][::-1]):
+            for name, tensor in self._named(path, stage, pp, int(model["num_layers"])):
+                if not (tied and name == OUTPUT):  # the last stage's copy of the embedding
+                    self._parts.setdefault(name, []).append(tensor)
         self.entries = {
             name: self._describe(name, parts, tp) for name, parts in self._parts.items()
         }
         self.notes = notes_of(self._optimizer, self._extra)
 
-    def _named(self, path: Path, stage: int, pp: int, layers: int) -> list[tuple[str, Tensor]]:
+    def _named(self, path: Path, stage: int, pp: int, layers: int) -> Iterator[tuple[str, Tensor]]:
         """One file's tensors under canonical names with global layer numbers."""
         state = load_pickled(path)
         if not isinstance(state, dict):
@@ -126,29 +89,23 @@ class LegacyTensors:
         if not chunks or not all(isinstance(chunk, dict) for chunk in chunks):
             raise CheckpointError(f"{path} holds no model, found {', '.join(map(str, state))[:80]}")
         beside = [other.name for other in path.parent.glob("*optim*") if other != path]
+        beside += [path.name] if state.get("optimizer") is not None else []
         self._optimizer.update(f"{path.parent.name}/{name}" for name in beside)
-        if state.get("optimizer") is not None:
-            self._optimizer.add(f"{path.parent.name}/{path.name}")
         each = layers // (pp * len(chunks))
-        found = []
         for chunk, tensors in enumerate(chunks):
-            first = (chunk * pp + stage) * each
-            for key, tensor in tensors.items():
-                if EXTRA_STATE in str(key):
-                    if not is_empty(tensor):
-                        self._extra.add(_global_name(str(key), first))
-                    continue
-                if str(key).endswith("inv_freq"):
-                    continue
-                if str(key).startswith("language_model.") or not isinstance(tensor, Tensor):
+            for key, tensor in ((str(key), value) for key, value in tensors.items()):
+                name = _global_name(key, (chunk * pp + stage) * each)
+                if EXTRA_STATE in key:
+                    self._extra.update([] if is_empty(tensor) else [name])
+                elif key.startswith("language_model.") or not isinstance(tensor, Tensor):
                     raise CheckpointError(
                         f"{path}: {key} is not Megatron-core's (use_mcore_models); convert the "
                         "checkpoint with Megatron's own tools first"
                     )
-                if not is_plain(tensor):
+                elif not is_plain(tensor):
                     raise CheckpointError(f"{path}: {key} is no dense tensor")
-                found.append((_global_name(str(key), first), tensor.detach()))
-        return found
+                elif not key.endswith("inv_freq"):
+                    yield name, tensor.detach()
 
     def _describe(self, name: str, parts: Sequence[Tensor], tp: int) -> Described:
         shape, dim = list(parts[0].shape), split_dim(name)
@@ -181,7 +138,10 @@ class LegacyTensors:
 def split_dim(name: str) -> int | None:
     """Dimension of a tensor that tensor parallelism splits."""
     module, _, kind = name.rpartition(".")
-    return _SPLIT.get((module.rpartition(".")[2], kind))
+    mode = _MODES.get(module.rpartition(".")[2])
+    if mode == "row":
+        return 1 if kind == "weight" else None
+    return 0 if mode == "column" and kind in ("weight", "bias") else None
 
 
 def _refuse_uneven_stages(folder: Path, args: Mapping[str, Any], pp: int) -> None:
@@ -190,7 +150,7 @@ def _refuse_uneven_stages(folder: Path, args: Mapping[str, Any], pp: int) -> Non
     Raises:
         CheckpointError: a setting says that stages differ, by its name.
     """
-    for name in _UNEVEN if pp > 1 else ():
+    for name in _UNEVEN.split() if pp > 1 else ():
         value = args.get(name)
         if value is not None and value is not False:
             raise CheckpointError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -37,14 +37,11 @@ from megafp8.convert.carried import (
     run_folder,
     source_config,
 )
-from megafp8.convert.dcp_writer import Piece, write_dcp
-from megafp8.convert.hf import Written, cast_weights
-from megafp8.convert.safetensors_files import Described
-from megafp8.convert.view import ModelView, find_spec, listed
+from megafp8.convert.dcp_writer import write_dcp
+from megafp8.convert.items import Target, as_they_are, bar, nbytes
+from megafp8.convert.routes import same
+from megafp8.convert.view import DTYPES, ModelView, listed
 from megafp8.errors import CheckpointError, ConfigurationError
-
-SCALE_PREFIXES = (SHARED_PREFIX, LOCAL_PREFIX)
-MASTER = torch.float32  # parameters are fp32 masters whatever the compute dtype
 
 
 def open_native(load: Path) -> ModelView:
@@ -63,29 +60,35 @@ def open_native(load: Path) -> ModelView:
     tensors = TensorReader.open(directory)
     record = tensors.record
     config, shape = _sizes(directory, record)
-    for name, spec in find_spec(shape).items():
-        entry = record.tensors.get(name)
-        expected = TensorEntry(spec.shape, "float32")
+    specs = {spec.name: spec.shape for spec in shape.parameters()}
+    for name, sizes in specs.items():
+        entry, expected = record.tensors.get(name), TensorEntry(sizes, "float32")
         if entry != expected:
             raise CheckpointError(f"{directory}: {name} is {entry}, expected {expected}")
     carried = run_folder(config, directory)
-    scales = _ScaleState(tensors)
+    named = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    notes = [*_not_converted(record, specs)]
+    scales = _scale_state(tensors, notes)
     return ModelView(
         path=directory,
         config=config,
         shape=shape,
-        dtype=_source_dtype(record),
+        # What an imported model was stored in; a trained one is its fp32 masters.
+        dtype=named.get(str(record.state.get("source_dtype")), torch.float32),
         read=tensors.read,
-        scales=frozenset(scales.names),
-        read_scale=scales.read,
+        scales=scales,
         carried=() if carried is None else find_carried(carried),
         hf_config=source_config(carried),
-        notes=tuple(_not_converted(record, find_spec(shape))) + scales.notes,
+        notes=tuple(notes),
     )
 
 
 def _not_converted(record: CheckpointRecord, specs: Collection[str]) -> Iterator[str]:
-    rest = {n for n in record.tensors if n not in specs and not n.startswith(SCALE_PREFIXES)}
+    rest = {
+        n
+        for n in record.tensors
+        if n not in specs and not n.startswith((SHARED_PREFIX, LOCAL_PREFIX))
+    }
     moments = {name for name in rest if name.startswith("optimizer.")}
     if moments:
         yield f"optimizer state is not converted: {len(moments)} tensors are left out"
@@ -93,47 +96,38 @@ def _not_converted(record: CheckpointRecord, specs: Collection[str]) -> Iterator
         yield f"{len(rest - moments)} other tensors are left out: {listed(rest - moments)}"
 
 
-class _ScaleState:
+def _scale_state(tensors: TensorReader, notes: list[str]) -> dict[str, Tensor]:
     """Scale state under the names of ranks that share it; that of ranks of their own is merged."""
-
-    def __init__(self, tensors: TensorReader) -> None:
-        self._tensors = tensors
-        shared = {name for name in tensors.record.tensors if name.startswith(SHARED_PREFIX)}
-        own = {name for name in tensors.record.tensors if name.startswith(LOCAL_PREFIX)}
-        self._stored = {SHARED_PREFIX + name.removeprefix(LOCAL_PREFIX): name for name in own}
-        both = shared & self._stored.keys()
-        if both:
-            raise CheckpointError(
-                f"{tensors.directory}: {listed(both)} is stored both shared and for each rank"
-            )
-        self._stored |= {name: name for name in shared}
-        with reading(tensors.directory):
-            self._check()
-        self.names = sorted(self._stored)
-        self._ranks = RankState(tensors)
-        self.notes: tuple[str, ...] = ()
-        if own:
-            self.notes = (
-                f"scale state of each rank's own: {len(own)} tensors merge into one for all, "
-                "histories by element-wise maximum (scales of the merged histories)",
-            )
-
-    def _check(self) -> None:
-        tensors = self._tensors
+    shared = {name: name for name in tensors.names if name.startswith(SHARED_PREFIX)}
+    own = [name for name in tensors.names if name.startswith(LOCAL_PREFIX)]
+    merged = {SHARED_PREFIX + name.removeprefix(LOCAL_PREFIX): name for name in own}
+    both = shared.keys() & merged.keys()
+    if both:
+        raise CheckpointError(
+            f"{tensors.directory}: {listed(both)} is stored both shared and for each rank"
+        )
+    stored = shared | merged
+    with reading(tensors.directory):
         wrong = scale_problems(tensors)
-        for name in sorted(self._stored.values()) if not wrong else ():
-            if (found := flaw(name, tensors.read(name))) is not None:
+        names = [] if wrong else sorted(stored.values())
+        # Copies: what `read` returns keeps its file open.
+        values = {name: tensors.read(name).clone() for name in names}
+        for name, value in values.items():
+            if (found := flaw(name, value)) is not None:
                 wrong.append(f"{tensors.file_of(name)}: {name} {found}")
         if wrong:
             raise CheckpointError(
                 f"FP8 scale state is damaged: {summary(wrong)}{advice(tensors.directory)}"
             )
-
-    def read(self, name: str) -> Tensor:
-        """One tensor as a single rank has it."""
-        stored = self._stored[name]
-        value = self._tensors.read(stored)
-        return self._ranks.moved(stored, value, 1, 1)[0, 0] if stored != name else value
+        ranks = RankState(tensors)
+        for name in own:
+            values[name] = ranks.moved(name, values[name], 1, 1)[0, 0]
+    if own:
+        notes.append(
+            f"scale state of each rank's own: {len(own)} tensors merge into one for all, "
+            "histories by element-wise maximum (scales of the merged histories)"
+        )
+    return {name: values[place] for name, place in sorted(stored.items())}
 
 
 def _sizes(directory: Path, record: CheckpointRecord) -> tuple[RunConfig, ModelShape]:
@@ -146,46 +140,23 @@ def _sizes(directory: Path, record: CheckpointRecord) -> tuple[RunConfig, ModelS
         raise CheckpointError(f"{directory}: megafp8.json lacks {error}") from None
 
 
-def _source_dtype(record: CheckpointRecord) -> torch.dtype:
-    """What an imported model was stored in; a trained one is its fp32 masters."""
-    named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    return named.get(str(record.state.get("source_dtype")), torch.float32)
-
-
-def write_native(
-    view: ModelView,
-    target: Path,
-    final: Path,
-    advance: Callable[[int], None],
-    written: Written,
-) -> None:
+def write_native(target: Target) -> None:
     """Write iteration 0, `latest`, `config.yaml` and the tokenizer into a new folder.
 
     Args:
-        view: the model.
-        target: a new, empty folder.
-        final: the folder's later name, which `config.yaml` mentions.
-        advance: told the bytes of each tensor.
-        written: filled in.
+        target: where to; its dtype is that of the masters, fp32.
     """
-    specs = find_spec(view.shape)
-    entries = {name: Described(spec.shape, MASTER) for name, spec in specs.items()}
-    scales = _kept_scales(view)
-    entries |= {name: Described(tuple(value.shape), MASTER) for name, value in scales.items()}
-
-    def produce(piece: Piece) -> Tensor:
-        if piece.name in scales:
-            return scales[piece.name]
-        tensor = cast_weights(view, piece.name, MASTER, exact=True)
-        written.checksums.add(piece.name, tensor)
-        advance(tensor.nbytes)
-        return tensor
-
-    # No other name is needed meanwhile: `target` gets its own only when all is done.
-    directory = target / iteration_name(0)
+    view, folder, final = target.view, target.folder, target.final
+    # No other name is needed meanwhile: the folder gets its own only when all is done.
+    directory = folder / iteration_name(0)
     directory.mkdir()
-    pieces = [Piece.whole(name, entry.shape, MASTER) for name, entry in entries.items()]
-    files = write_dcp(directory, pieces, produce)
+    items = target.items(same(spec, spec.name) for spec in view.shape.parameters())
+    items += as_they_are(view.scales)
+    target.bytes = nbytes(items)
+    with bar("writing", target.bytes) as advance:
+        files = write_dcp(directory, items, advance)
+    entries = {name: entry for item in items for name, entry in item.entries.items()}
+    target.tensors = len(entries)
     config = _final_config(view, final)
     record = CheckpointRecord(
         iteration=0,
@@ -204,30 +175,22 @@ def write_native(
     )
     sync_directory(directory)
     write_atomically(directory / RECORD_NAME, record.to_json())
-    write_atomically(target / LATEST_NAME, directory.name + "\n")
-    written.notes.append(
+    write_atomically(folder / LATEST_NAME, directory.name + "\n")
+    target.notes.append(
         f"{final} holds weights and no optimizer state: pretrain_gpt.py --config "
         f"{shlex.quote(str(final / 'config.yaml'))} trains on from them (it sets --load and "
         "--finetune, and no FP8: --bf16 --fp8-format hybrid turns it on)"
     )
-    written.tensors = len(entries)
-    written.bytes = sum(entry.nbytes for entry in entries.values())
     if view.carried:
-        copy_carried(view.carried, target / FOLDER)
+        copy_carried(view.carried, folder / FOLDER)
     if view.hf_config:
-        (target / FOLDER).mkdir(exist_ok=True)
+        (folder / FOLDER).mkdir(exist_ok=True)
         text = json.dumps(dict(view.hf_config), indent=2) + "\n"
-        write_atomically(target / FOLDER / CONFIG_NAME, text)
+        write_atomically(folder / FOLDER / CONFIG_NAME, text)
     head = (
         "# Goes on from the imported weights. Give --data-path, and your own lr and train_iters.\n"
     )
-    write_atomically(target / "config.yaml", head + yaml.safe_dump(_plain(config), sort_keys=False))
-
-
-def _kept_scales(view: ModelView) -> dict[str, Tensor]:
-    if view.read_scale is None:
-        return {}
-    return {name: view.read_scale(name) for name in sorted(view.scales)}
+    write_atomically(folder / "config.yaml", head + yaml.safe_dump(_plain(config), sort_keys=False))
 
 
 def _final_config(view: ModelView, final: Path) -> RunConfig:
@@ -236,9 +199,8 @@ def _final_config(view: ModelView, final: Path) -> RunConfig:
     checkpoint = CheckpointConfig(load=str(final), finetune=True, exit_on_missing_checkpoint=True)
     data = config.data
     if data.tokenizer_model is not None and view.carried:
-        tokenizer = final / FOLDER
-        if not Path(data.tokenizer_model).is_dir():
-            tokenizer /= Path(data.tokenizer_model).name
+        one = Path(data.tokenizer_model)
+        tokenizer = final / FOLDER if one.is_dir() else final / FOLDER / one.name
         data = data.model_copy(update={"tokenizer_model": str(tokenizer)})
     # Not the folders of the run that it may come from.
     changed = {"checkpoint": checkpoint, "data": data, "logging": LoggingConfig()}

@@ -1,13 +1,17 @@
 """How one parameter of ours is made of tensors of another format, and back.
 
-A route is exact in both directions: values are moved, never computed.
+A route is exact in both directions: values are moved, never computed. A format is a list of routes
+and a store of tensors by name, from which a model is read here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +19,33 @@ from torch import Tensor
 from megafp8.config import ModelShape, ParameterSpec
 from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.convert.view import pad_rows
+from megafp8.errors import CheckpointError
+
+HEAD = "lm_head.weight"
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Described:
+    """Shape and dtype of a tensor that is still in its file, or not made yet."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Store(Protocol):
+    """Tensors of another format by its names."""
+
+    entries: dict[str, Described]
+
+    def read(self, name: str) -> Tensor:
+        """One tensor."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -129,3 +160,58 @@ def split_qkv(fused: Tensor, shape: ModelShape) -> list[Tensor]:
     grouped = fused.unflatten(0, (shape.num_groups, -1, shape.head_dim))
     parts = grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:]
     return [part.flatten(0, 2).contiguous() for part in parts]
+
+
+def reader(
+    folder: Path, store: Store, routes: Sequence[Route], dtype: torch.dtype, tied: bool
+) -> Callable[[str], Tensor]:
+    """Compare what is stored with what the model consists of.
+
+    Args:
+        folder: for messages.
+        store: what is there.
+        routes: of all parameters.
+        dtype: of the weights.
+        tied: whether a head of its own may be there, too.
+
+    Returns:
+        What reads a parameter by its canonical name.
+
+    Raises:
+        CheckpointError: names that are missing or unknown, and shapes that differ.
+    """
+    problems = _problems(store.entries, routes, tied)
+    if problems:
+        raise CheckpointError(f"{folder}: {'; '.join(problems)}")
+    by_name = {route.ours: route for route in routes}
+
+    def read(name: str) -> Tensor:
+        route = by_name[name]
+        return route.join([store.read(theirs).to(dtype) for theirs in route.theirs])
+
+    return read
+
+
+def _problems(entries: Mapping[str, Described], routes: Sequence[Route], tied: bool) -> list[str]:
+    wanted = {
+        name: shape
+        for route in routes
+        for name, shape in zip(route.theirs, route.shapes, strict=True)
+    }
+    missing = sorted(wanted.keys() - entries.keys())
+    extra = sorted(entries.keys() - wanted.keys() - {HEAD})
+    problems = []
+    if HEAD in missing:
+        problems.append(f"tie_word_embeddings is false and {HEAD} is missing")
+    for what, names in (("missing", missing), ("unknown", extra)):
+        if names:
+            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+            problems.append(f"{len(names)} {what}: {', '.join(names[:10])}{more}")
+    problems += [
+        f"{name} has shape {list(entries[name].shape)}, expected {list(shape)}"
+        for name, shape in wanted.items()
+        if name in entries and entries[name].shape != shape
+    ][:10]
+    if HEAD in entries and HEAD not in wanted and not tied:
+        problems.append(f"{HEAD} is unknown")
+    return problems

@@ -17,31 +17,28 @@ import torch
 from megafp8.convert.dcp_reader import reason_of
 from megafp8.errors import CheckpointError
 
-SETTINGS = "argparse.Namespace"
-_INERT_NAMES = frozenset(
-    {
-        "_codecs.encode",
-        "_io.BytesIO",  # TransformerEngine's extra state
-        "signal.Signals",
-        "types.SimpleNamespace",
-        "datetime.timedelta",
-    }
+# What such files name besides tensors; the fourth is TransformerEngine's extra state.
+_INERT_NAMES = (
+    "argparse.Namespace",
+    "_codecs.encode",
+    "datetime.timedelta",
+    "_io.BytesIO",
+    "signal.Signals",
+    "types.SimpleNamespace",
 )
 _INERT_MODULES = ("megatron.", "numpy.", "pathlib.", "transformer_engine.")
 
 
 class Inert:
-    """Stands in for a class that a file names; keeps state and arguments, does nothing."""
+    """Stands in for a class that a file names; keeps its state, does nothing."""
+
+    state: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.arguments = (args, kwargs)
+        pass
 
     def __setstate__(self, state: Any) -> None:
-        self.__dict__["state"] = state
-
-
-def _admitted(name: str) -> bool:
-    return name == SETTINGS or name in _INERT_NAMES or name.startswith(_INERT_MODULES)
+        self.state = state
 
 
 def load_pickled(path: Path) -> Any:
@@ -53,7 +50,11 @@ def load_pickled(path: Path) -> Any:
     """
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        refused = sorted(name for name in names if not _admitted(name))
+        refused = sorted(
+            name
+            for name in names
+            if name not in _INERT_NAMES and not name.startswith(_INERT_MODULES)
+        )
         if refused:
             raise CheckpointError(
                 f"{path} names {', '.join(refused[:5])}, which is no data; nothing of it was used"
@@ -78,7 +79,7 @@ def settings_of(value: Any, path: Path) -> dict[str, Any]:
     """
     # A process that has imported Megatron-core has told torch to build real ones.
     fields = vars(value) if isinstance(value, Namespace) else value
-    fields = vars(value).get("state") if isinstance(value, Inert) else fields
+    fields = value.state if isinstance(value, Inert) else fields
     if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
         raise CheckpointError(f"{path}: args is {type(value).__name__}, expected a Namespace")
     return fields

@@ -8,11 +8,9 @@ the library reads the result back when the conversion is verified.
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,8 @@ from torch import Tensor
 from megafp8.checkpoint.tensor_file import buffer_of
 from megafp8.convert.hf_fields import read_json
 from megafp8.convert.hf_names import is_buffer
+from megafp8.convert.items import Item
+from megafp8.convert.routes import Described
 from megafp8.errors import CheckpointError
 
 SINGLE_NAME = "model.safetensors"
@@ -36,19 +36,6 @@ CODES = {
 }
 PLAIN = "F32, BF16, F16"  # of a model to convert; FP8 is an export's own
 _NAMES = {dtype: code for code, dtype in CODES.items()}
-
-
-@dataclass(frozen=True)
-class Described:
-    """Shape and dtype of a tensor that is still in its file, or not made yet."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its values."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class SafetensorsFolder:
@@ -68,16 +55,20 @@ class SafetensorsFolder:
     def __init__(self, folder: Path, only: str | None = None) -> None:
         self.folder = folder
         self.entries: dict[str, Described] = {}
-        self._owner = _weight_map(folder) if only is None else _names_in(folder, only)
-        self._files = {owner: _open(folder / owner) for owner in set(self._owner.values())}
-        for owner, file in sorted(self._files.items()):
+        indexed = only is None and (folder / INDEX_NAME).is_file()
+        self._owner = _weight_map(folder) if indexed else {}
+        owners = set(self._owner.values()) if indexed else {only or SINGLE_NAME}
+        self._files = {owner: _open(folder / owner) for owner in sorted(owners)}
+        for owner, file in self._files.items():
             stored = set(file.keys())
             listed = {name for name, named in self._owner.items() if named == owner}
-            if listed - stored:
+            if not indexed:
+                self._owner = dict.fromkeys(file.keys(), owner)
+            elif listed - stored:
                 raise CheckpointError(
                     f"{folder / owner} lacks {_some(listed - stored)}, which {INDEX_NAME} names"
                 )
-            if stored - listed:
+            elif stored - listed:
                 raise CheckpointError(
                     f"{folder / INDEX_NAME} does not name {_some(stored - listed)} of {owner}"
                 )
@@ -106,39 +97,34 @@ class SafetensorsFolder:
         Raises:
             CheckpointError: the file cannot be read.
         """
-        path = self.folder / self._owner[name]
+        owner = self._owner[name]
         try:
-            return self._files[self._owner[name]].get_tensor(name)
+            return self._files[owner].get_tensor(name)
         except (SafetensorError, OSError) as error:
+            path = self.folder / owner
             raise CheckpointError(f"{path}: {name} cannot be read: {error}") from None
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
-    index, single = folder / INDEX_NAME, folder / SINGLE_NAME
-    if index.is_file():
-        found = read_json(index).get("weight_map")
-        if not isinstance(found, dict) or not found:
-            raise CheckpointError(f"{index}: weight_map is {found!r:.60}, expected names and files")
-        for name, owner in found.items():
-            if not isinstance(owner, str) or Path(owner).name != owner or len(owner) > 255:
-                raise CheckpointError(f"{index}: {name} is in {owner!r:.60}, no name of a file")
-        missing = {owner for owner in found.values() if not (folder / owner).is_file()}
-        if missing:
-            raise CheckpointError(f"{index} names files that are missing: {_some(missing)}")
-        others = set(found.values()) - {SINGLE_NAME}
-        if others and single.is_file():
-            # transformers takes the first, other programs the second.
-            raise CheckpointError(
-                f"{folder} holds both {SINGLE_NAME} and {INDEX_NAME}, which names "
-                f"{_some(others)}; allowed: one of them"
-            )
-        return found
-    return _names_in(folder, SINGLE_NAME)
-
-
-def _names_in(folder: Path, file: str) -> dict[str, str]:
-    return {name: file for name in _open(folder / file).keys()}
+    """Tensor name -> file name, as the index says."""
+    index = folder / INDEX_NAME
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise CheckpointError(f"{index}: weight_map is {found!r:.60}, expected names and files")
+    for name, owner in found.items():
+        if not isinstance(owner, str) or Path(owner).name != owner or len(owner) > 255:
+            raise CheckpointError(f"{index}: {name} is in {owner!r:.60}, no name of a file")
+    missing = {owner for owner in found.values() if not (folder / owner).is_file()}
+    if missing:
+        raise CheckpointError(f"{index} names files that are missing: {_some(missing)}")
+    others = set(found.values()) - {SINGLE_NAME}
+    if others and (folder / SINGLE_NAME).is_file():
+        # transformers takes the first, other programs the second.
+        raise CheckpointError(
+            f"{folder} holds both {SINGLE_NAME} and {INDEX_NAME}, which names "
+            f"{_some(others)}; allowed: one of them"
+        )
+    return found
 
 
 def _some(names: set[str]) -> str:
@@ -152,70 +138,53 @@ def _open(path: Path) -> Any:
         raise CheckpointError(f"{path} is no whole safetensors file: {error}") from None
 
 
-class SafetensorsWriter:
-    """One file, written tensor by tensor in the order that was announced.
+def write_safetensors(path: Path, items: Sequence[Item], advance: Callable[[int], None]) -> None:
+    """Write one file, tensor by tensor, and force it to storage.
 
     Args:
         path: a new file.
-        entries: name -> shape and dtype, in the order of the `write` calls.
+        items: what it holds, in order.
+        advance: told the bytes of each item.
     """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, entry in (pair for item in items for pair in item.entries.items()):
+        header[name] = {
+            "dtype": _NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.nbytes],
+        }
+        offset += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the library aligns data to 8 bytes
+    with path.open("xb") as file:
 
-    def __init__(self, path: Path, entries: Mapping[str, Described]) -> None:
-        self.path, self._pending = path, dict(entries)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, entry in entries.items():
-            end = offset + entry.nbytes
-            header[name] = {
-                "dtype": _NAMES[entry.dtype],
-                "shape": list(entry.shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the library aligns data to 8 bytes
-        self._file = path.open("xb")
-        self._file.write(struct.pack("<Q", len(text)) + text)
+        def put(_: str, tensor: Tensor) -> None:
+            for piece in tensor.detach().contiguous().view(-1).split(1 << 24):
+                file.write(memoryview(buffer_of(piece)))
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Append the next tensor."""
-        expected = next(iter(self._pending))
-        entry = self._pending.pop(expected)
-        assert (name, tuple(tensor.shape), tensor.dtype) == (expected, entry.shape, entry.dtype), (
-            name,
-            expected,
-            tensor.shape,
-            entry,
-        )
-        for piece in tensor.detach().contiguous().view(-1).split(1 << 24):
-            self._file.write(memoryview(buffer_of(piece)))
-
-    def close(self) -> None:
-        """Finish the file and force it to storage."""
-        assert not self._pending, f"{len(self._pending)} tensors were announced and not written"
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def abandon(self) -> None:
-        """Close without finishing."""
-        self._file.close()
+        file.write(struct.pack("<Q", len(text)) + text)
+        for item in items:
+            item.write(put)
+            advance(item.nbytes)
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def shard_names(count: int) -> list[str]:
-    """File names of so many shards, as transformers names them."""
-    if count == 1:
-        return [SINGLE_NAME]
-    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+def into_shards(items: Iterable[Item], limit: int) -> dict[str, list[Item]]:
+    """Cut a model into files of at most `limit` bytes, as transformers names them.
 
-
-def into_shards(sizes: Sequence[int], limit: int) -> Iterator[range]:
-    """Cut consecutive items into shards of at most `limit` bytes; a larger item gets its own."""
-    start, filled = 0, 0
-    for i, size in enumerate(sizes):
-        if i > start and filled + size > limit:
-            yield range(start, i)
-            start, filled = i, 0
-        filled += size
-    if sizes:
-        yield range(start, len(sizes))
+    A larger item gets a file of its own.
+    """
+    shards: list[list[Item]] = []
+    filled = 0
+    for item in items:
+        if not shards or filled + item.nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(item)
+        filled += item.nbytes
+    if len(shards) == 1:
+        return {SINGLE_NAME: shards[0]}
+    count = len(shards)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, 1)}

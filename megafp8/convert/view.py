@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.tensor_file import buffer_of
 from megafp8.config import ModelShape, RunConfig
-from megafp8.config.shape import EMBEDDING, OUTPUT, ParameterSpec
+from megafp8.config.shape import EMBEDDING, OUTPUT
 from megafp8.errors import CheckpointError, ConfigurationError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,8 +30,7 @@ class ModelView:
         shape: its sizes.
         dtype: of the weights as they were stored first; what export keeps.
         read: canonical parameter name -> global tensor, of `dtype` or wider without loss.
-        scales: canonical names of FP8 scale state, `fp8.<module>.<role>.scale` and so on.
-        read_scale: such a name -> fp32 tensor.
+        scales: FP8 scale state, `fp8.<module>.<role>.scale` and so on -> fp32 tensor.
         carried: files for beside the weights (tokenizer, generation settings).
         hf_config: `config.json` of the Hugging Face model that it came from; empty if none.
         notes: what of the source is not converted, or was changed on the way; a sentence each.
@@ -42,8 +41,7 @@ class ModelView:
     shape: ModelShape
     dtype: torch.dtype
     read: Callable[[str], Tensor]
-    scales: frozenset[str] = frozenset()
-    read_scale: Callable[[str], Tensor] | None = None
+    scales: Mapping[str, Tensor] = field(default_factory=dict)
     carried: tuple[Path, ...] = ()
     hf_config: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -111,11 +109,6 @@ def listed(names: Iterable[str], limit: int = 3) -> str:
     return ", ".join(found[:limit]) + more
 
 
-def find_spec(shape: ModelShape) -> dict[str, ParameterSpec]:
-    """All parameters by name."""
-    return {spec.name: spec for spec in shape.parameters()}
-
-
 @dataclass
 class Checksums:
     """CRC-32 of each parameter's values, the same in every format that stores them.
@@ -131,19 +124,13 @@ class Checksums:
         """Note the values of one parameter."""
         if name in (EMBEDDING, OUTPUT):
             tensor = tensor[: self.shape.vocab_size]
-        self.values[name] = _crc32(tensor)
+        checksum = 0
+        # In pieces: an fp32 copy of a bf16 embedding would double the memory a conversion needs.
+        for piece in tensor.detach().contiguous().view(-1).split(1 << 22):
+            checksum = zlib.crc32(buffer_of(piece.float()), checksum)
+        self.values[name] = checksum
 
     def total(self) -> str:
         """One number for the model: eight hexadecimal digits over names and values."""
-        whole = 0
-        for name, value in sorted(self.values.items()):
-            whole = zlib.crc32(f"{name}={value:08x};".encode(), whole)
-        return f"{whole:08x}"
-
-
-def _crc32(tensor: Tensor) -> int:
-    checksum = 0
-    # In pieces: an fp32 copy of a bf16 embedding would double the memory that a conversion needs.
-    for piece in tensor.detach().contiguous().view(-1).split(1 << 22):
-        checksum = zlib.crc32(buffer_of(piece.float()), checksum)
-    return checksum
+        lines = (f"{name}={value:08x};" for name, value in sorted(self.values.items()))
+        return f"{zlib.crc32(''.join(lines).encode()):08x}"

@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megafp8.checkpoint.streaming import TensorReader
-from megafp8.convert.hf import Written
+from megafp8.convert.items import Target
 from megafp8.convert.native import open_native, write_native
-from megafp8.convert.view import Checksums
 from megafp8.errors import CheckpointError
 from tests.checkpoint.made import make_source
 from tests.convert.converted import run_convert
@@ -51,12 +50,10 @@ def trained(tmp_path: Path) -> Path:
             scales[f"fp8.{module}.weight.scale"] = torch.tensor(value)
             scales[f"fp8.{module}.input.scale"] = torch.tensor(16.0 + (spec.layer or 0))
             scales[f"fp8.{module}.input.amax_history"] = torch.arange(4.0)
-    view = dataclasses.replace(
-        view, scales=frozenset(scales), read_scale=lambda name: scales[name].clone()
-    )
+    view = dataclasses.replace(view, scales=scales)
     target = tmp_path / "ours"
     target.mkdir()
-    write_native(view, target, target, lambda count: None, Written(Checksums(view.shape)))
+    write_native(Target(view, target, target, torch.float32, True))
     return target
 
 
@@ -156,8 +153,8 @@ def test_scales_beside_the_weights(trained: Path, tmp_path: Path) -> None:
     run_convert("megafp8", "hf", trained, tmp_path / "out", fp8="scales")
     found = load_file(tmp_path / "out/fp8_scales.safetensors")
     view = open_native(trained)
-    assert view.read_scale is not None and found.keys() == view.scales
-    assert all(torch.equal(found[name], view.read_scale(name)) for name in found)
+    assert found.keys() == view.scales.keys()
+    assert all(torch.equal(found[name], view.scales[name]) for name in found)
     plain = load_file(tmp_path / "out/model.safetensors")
     assert all(torch.equal(plain[name], value) for name, value in weights().items())
     # A Hugging Face folder is weights alone, and the way back says so.
@@ -230,5 +227,5 @@ def test_scales_of_each_rank_merge_on_export(tmp_path: Path) -> None:
     assert f"FP8 scale state is left out: {len(found)} tensors (--fp8 scales" in " ".join(lines)
     run_convert("megafp8", "megafp8", source, tmp_path / "again")
     again = open_native(tmp_path / "again")
-    assert again.read_scale is not None and again.scales == found.keys()
-    assert all(torch.equal(again.read_scale(name), value) for name, value in found.items())
+    assert again.scales.keys() == found.keys()
+    assert all(torch.equal(again.scales[name], value) for name, value in found.items())

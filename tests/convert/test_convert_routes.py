@@ -11,8 +11,9 @@ from torch import Tensor
 from megafp8.checkpoint.tensor_file import bytes_view
 from megafp8.config import ModelShape
 from megafp8.convert.hf_names import routes
+from megafp8.convert.items import as_they_are
 from megafp8.convert.routes import join_qkv, split_qkv
-from megafp8.convert.safetensors_files import Described, SafetensorsWriter
+from megafp8.convert.safetensors_files import write_safetensors
 from tests.model.small import VOCAB, small_config
 
 FUSED = {
@@ -68,13 +69,7 @@ def test_bytes_of_a_single_element_with_any_stride(tmp_path: Path) -> None:
     assert (strided.stride(), alone.stride()) == ((1, 4), (5,))
     for tensor in (strided, alone):
         assert bytes_view(tensor).numpy().tobytes() == tensor.clone().numpy().tobytes()
-    entries = {
-        "strided": Described((1, 1), torch.float32),
-        "alone": Described((1,), torch.float32),
-    }
-    writer = SafetensorsWriter(tmp_path / "x.safetensors", entries)
-    writer.write("strided", strided)
-    writer.write("alone", alone)
-    writer.close()
+    items = as_they_are({"strided": strided, "alone": alone})
+    write_safetensors(tmp_path / "x.safetensors", items, lambda count: None)
     found = load_file(tmp_path / "x.safetensors")
     assert (found["strided"].item(), found["alone"].item()) == (9.0, 1.0)
