@@ -196,9 +196,9 @@ def _from_window(fields: Fields, model_type: str, layers: int) -> tuple[int, int
             first = fields.get("max_window_layers")
             if type(first) is not int or first < 0:
                 raise fields.error("max_window_layers", "a whole number >= 0")
-            kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-            if len(set(kinds)) > 1:
+            if 0 < first < layers:  # layers from this one on have the window
                 raise fields.error("max_window_layers", f"0, or {layers} and more: one kind of all")
+            window = window if first == 0 else None
     if len(set(kinds)) > 1:
         raise fields.error("layer_types", "one kind for all layers")
     if window is None or (kinds and kinds[0] == "full_attention"):

@@ -67,7 +67,8 @@ def routes(model_type: str, shape: ModelShape, prefix: str = GPT2_PREFIX) -> lis
             route = same(spec, top[spec.name])
         elif gpt2:
             theirs = f"{prefix}h.{spec.layer}.{_GPT2_MODULES[inner]}.{kind}"
-            route = _gpt2(spec, shape, theirs)
+            qkv = inner == "self_attention.linear_qkv"
+            route = stacked_qkv(spec, shape, theirs) if qkv else transposed(spec, theirs)
         elif module in linears:
             route = _llama(spec, shape, [f"{theirs}.{kind}" for theirs in linears[module]])
         else:
@@ -85,10 +86,3 @@ def _llama(spec: ParameterSpec, shape: ModelShape, theirs: list[str]) -> Route:
     if len(theirs) == 3:
         return separate_qkv(spec, shape, theirs)
     return gate_and_up(spec, theirs) if len(theirs) == 2 else same(spec, theirs[0])
-
-
-def _gpt2(spec: ParameterSpec, shape: ModelShape, theirs: str) -> Route:
-    matrix = spec.kind == "linear"
-    if ".linear_qkv." in spec.name:
-        return stacked_qkv(spec, shape, theirs, transpose=matrix)
-    return transposed(spec, theirs) if matrix else same(spec, theirs)

@@ -80,6 +80,7 @@ class Target:
     tensors: int = 0
     bytes: int = 0
     notes: list[str] = field(default_factory=list)
+    checksums: Checksums = field(init=False)
 
     def __post_init__(self) -> None:
         self.checksums = Checksums(self.view.shape)
@@ -100,12 +101,7 @@ class Target:
         return Item(entries, produce)
 
     def _cast(self, name: str) -> Tensor:
-        """One parameter in the target's dtype.
-
-        Raises:
-            CheckpointError: values are not finite; `exact`, and they would change; or they lie
-                beyond the range of the dtype.
-        """
+        """One parameter in the target's dtype, if it holds all of its values."""
         before, what = self.view.read(name), f"{self.view.path}: {name} holds"
         bad = before.numel() - int(before.isfinite().sum())
         if bad:

@@ -102,16 +102,8 @@ def _find(load: Path) -> Path:
 
 
 def _check_version(source: Path, version: Any, legacy: bool) -> None:
-    """Refuse what Megatron would reorder: version 1 fused queries, keys and values otherwise.
-
-    Args:
-        source: the file, for messages.
-        version: what it says; None if it says none.
-        legacy: of the form that may be so old; without a version it is, to Megatron.
-
-    Raises:
-        CheckpointError: the version is not one of VERSIONS.
-    """
+    """Refuse what Megatron would reorder: version 1 fused queries, keys and values otherwise."""
+    # Without a version a file of the old form is of version 0, to Megatron.
     if version in VERSIONS or (version is None and not legacy):
         return
     found = "is missing" if version is None else f"is {version!r:.40}"

@@ -123,11 +123,7 @@ def _number(args: Mapping[str, Any], default: float, *names: str) -> Any:
 
 
 def _check_values(path: Path, args: Mapping[str, Any]) -> None:
-    """Refuse settings that mean what is not built.
-
-    Raises:
-        CheckpointError: naming the setting.
-    """
+    """Refuse settings that mean what is not built, by name."""
 
     def check(name: str, holds: bool, allowed: str) -> None:
         if not holds:

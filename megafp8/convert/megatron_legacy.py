@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config.shape import OUTPUT, linear_names
-from megafp8.convert.dcp_reader import is_empty, is_plain
+from megafp8.convert.dcp_reader import is_empty
 from megafp8.convert.megatron_names import EXTRA_STATE, LAYERS, canonical, notes_of
 from megafp8.convert.routes import Described
 from megafp8.convert.safe_pickle import load_pickled
@@ -102,8 +102,6 @@ class LegacyTensors:
                         f"{path}: {key} is not Megatron-core's (use_mcore_models); convert the "
                         "checkpoint with Megatron's own tools first"
                     )
-                elif not is_plain(tensor):
-                    raise CheckpointError(f"{path}: {key} is no dense tensor")
                 elif not key.endswith("inv_freq"):
                     yield name, tensor.detach()
 
@@ -145,11 +143,7 @@ def split_dim(name: str) -> int | None:
 
 
 def _refuse_uneven_stages(folder: Path, args: Mapping[str, Any], pp: int) -> None:
-    """Layers are numbered within a stage's file: their global numbers need equal stages.
-
-    Raises:
-        CheckpointError: a setting says that stages differ, by its name.
-    """
+    """Layers are numbered within a stage's file: their global numbers need equal stages."""
     for name in _UNEVEN.split() if pp > 1 else ():
         value = args.get(name)
         if value is not None and value is not False:

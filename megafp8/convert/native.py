@@ -98,20 +98,12 @@ def _not_converted(record: CheckpointRecord, specs: Collection[str]) -> Iterator
 
 def _scale_state(tensors: TensorReader, notes: list[str]) -> dict[str, Tensor]:
     """Scale state under the names of ranks that share it; that of ranks of their own is merged."""
-    shared = {name: name for name in tensors.names if name.startswith(SHARED_PREFIX)}
-    own = [name for name in tensors.names if name.startswith(LOCAL_PREFIX)]
-    merged = {SHARED_PREFIX + name.removeprefix(LOCAL_PREFIX): name for name in own}
-    both = shared.keys() & merged.keys()
-    if both:
-        raise CheckpointError(
-            f"{tensors.directory}: {listed(both)} is stored both shared and for each rank"
-        )
-    stored = shared | merged
+    names = [name for name in tensors.names if name.startswith((SHARED_PREFIX, LOCAL_PREFIX))]
+    own = [name for name in names if name.startswith(LOCAL_PREFIX)]
     with reading(tensors.directory):
         wrong = scale_problems(tensors)
-        names = [] if wrong else sorted(stored.values())
         # Copies: what `read` returns keeps its file open.
-        values = {name: tensors.read(name).clone() for name in names}
+        values = {name: tensors.read(name).clone() for name in names if not wrong}
         for name, value in values.items():
             if (found := flaw(name, value)) is not None:
                 wrong.append(f"{tensors.file_of(name)}: {name} {found}")
@@ -127,7 +119,8 @@ def _scale_state(tensors: TensorReader, notes: list[str]) -> dict[str, Tensor]:
             f"scale state of each rank's own: {len(own)} tensors merge into one for all, "
             "histories by element-wise maximum (scales of the merged histories)"
         )
-    return {name: values[place] for name, place in sorted(stored.items())}
+    inner = sorted((name.partition(".")[2], name) for name in names)
+    return {SHARED_PREFIX + module: values[name] for module, name in inner}
 
 
 def _sizes(directory: Path, record: CheckpointRecord) -> tuple[RunConfig, ModelShape]:

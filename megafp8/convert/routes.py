@@ -67,74 +67,72 @@ class Route:
     split: Callable[[Tensor], list[Tensor]]
 
 
-def same(spec: ParameterSpec, theirs: str, shape: tuple[int, ...] | None = None) -> Route:
-    """Equal elements in the same order; only the shape may differ."""
-    target = spec.shape if shape is None else shape
+def _one(
+    spec: ParameterSpec,
+    theirs: str,
+    shape: tuple[int, ...],
+    join: Callable[[Tensor], Tensor],
+    split: Callable[[Tensor], Tensor],
+) -> Route:
     return Route(
         spec.name,
         (theirs,),
-        (target,),
-        lambda parts: parts[0].reshape(spec.shape),
-        lambda ours: [ours.reshape(target).contiguous()],
+        (shape,),
+        lambda parts: join(parts[0]),
+        lambda ours: [split(ours).contiguous()],
+    )
+
+
+def same(spec: ParameterSpec, theirs: str, shape: tuple[int, ...] | None = None) -> Route:
+    """Equal elements in the same order; only the shape may differ."""
+    target = spec.shape if shape is None else shape
+    return _one(
+        spec, theirs, target, lambda t: t.reshape(spec.shape), lambda ours: ours.reshape(target)
     )
 
 
 def vocabulary(spec: ParameterSpec, shape: ModelShape, theirs: str, rows: int) -> Route:
     """A table with a row per token: `rows` on their side, padded with zeros on ours."""
     assert spec.name in (EMBEDDING, OUTPUT), spec.name
-
-    def split(ours: Tensor) -> list[Tensor]:
-        return [pad_rows(ours[: min(rows, shape.vocab_size)], rows).contiguous()]
-
-    return Route(
-        spec.name,
-        (theirs,),
-        ((rows, *spec.shape[1:]),),
-        lambda parts: pad_rows(parts[0][: shape.vocab_size], shape.padded_vocab_size),
-        split,
+    tokens, padded = shape.vocab_size, shape.padded_vocab_size
+    return _one(
+        spec,
+        theirs,
+        (rows, *spec.shape[1:]),
+        lambda table: pad_rows(table[:tokens], padded),
+        lambda ours: pad_rows(ours[: min(rows, tokens)], rows),
     )
 
 
 def transposed(spec: ParameterSpec, theirs: str) -> Route:
-    """A matrix that the other format stores as (in, out)."""
-    rows, columns = spec.shape
-    return Route(
-        spec.name,
-        (theirs,),
-        ((columns, rows),),
-        lambda parts: parts[0].t().contiguous(),
-        lambda ours: [ours.t().contiguous()],
-    )
+    """A matrix that the other format stores as (in, out); a vector is the same."""
+    return _one(spec, theirs, spec.shape[::-1], lambda t: t.t().contiguous(), Tensor.t)
 
 
 def separate_qkv(spec: ParameterSpec, shape: ModelShape, theirs: Sequence[str]) -> Route:
     """Queries, keys and values as three tensors: weights [heads * d, h] or biases [heads * d]."""
-    rest = spec.shape[1:]
-    rows = [shape.num_heads, shape.num_groups, shape.num_groups]
     return Route(
         spec.name,
         tuple(theirs),
-        tuple((count * shape.head_dim, *rest) for count in rows),
+        tuple((rows, *spec.shape[1:]) for rows in _qkv_rows(shape)),
         partial(join_qkv, shape=shape),
         partial(split_qkv, shape=shape),
     )
 
 
-def stacked_qkv(spec: ParameterSpec, shape: ModelShape, theirs: str, transpose: bool) -> Route:
-    """All queries, all keys, all values in one tensor; a weight (in, out) where `transpose`."""
-    sizes = [shape.num_heads, shape.num_groups, shape.num_groups]
-    rows = [count * shape.head_dim for count in sizes]
+def stacked_qkv(spec: ParameterSpec, shape: ModelShape, theirs: str) -> Route:
+    """All queries, all keys, all values in one tensor; a weight is (in, out)."""
+    return _one(
+        spec,
+        theirs,
+        spec.shape[::-1],
+        lambda whole: join_qkv(whole.t().split(_qkv_rows(shape)), shape),
+        lambda ours: torch.cat(split_qkv(ours, shape)).t(),
+    )
 
-    def join(parts: Sequence[Tensor]) -> Tensor:
-        whole = parts[0].t() if transpose else parts[0]
-        return join_qkv(whole.split(rows), shape)
 
-    def split(ours: Tensor) -> list[Tensor]:
-        whole = torch.cat(split_qkv(ours, shape))
-        return [whole.t().contiguous() if transpose else whole]
-
-    their_shape = (spec.shape[1], spec.shape[0]) if transpose else spec.shape
-    return Route(spec.name, (theirs,), (their_shape,), join, split)
+def _qkv_rows(shape: ModelShape) -> list[int]:
+    return [n * shape.head_dim for n in (shape.num_heads, shape.num_groups, shape.num_groups)]
 
 
 def gate_and_up(spec: ParameterSpec, theirs: Sequence[str]) -> Route:

@@ -24,7 +24,6 @@ from megafp8.convert.safetensors_files import SCALES_NAME, SafetensorsFolder
 from megafp8.convert.view import DTYPES, Checksums, ModelView, listed, with_padding
 from megafp8.errors import CheckpointError
 
-LARGEST = 2**31 - 1  # of a number in a flag; sizes made of it fit into 64 bits
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -89,8 +88,7 @@ def convert(options: ConvertOptions) -> list[str]:
             raise
         raise CheckpointError(
             f"{options.load}: not enough memory for one of its tensors "
-            f"({str(error).splitlines()[0]}); "
-            "nothing was left"
+            f"({str(error).splitlines()[0]}); nothing was left"
         ) from None
     count = view.shape.num_parameters
     padding = view.shape.padded_vocab_size - view.shape.vocab_size
@@ -124,13 +122,12 @@ def _check(options: ConvertOptions) -> None:
     if options.config is not None and options.source != "megatron":
         raise CheckpointError("--config describes a Megatron model; leave it out here")
     for name in ("seq_length", "make_vocab_size_divisible_by"):
-        value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
+        value = getattr(options, name)
         if value is not None and options.config is not None:
             raise CheckpointError(
-                f"{flag} {value}: --config {options.config} describes the model; give {name} there"
+                f"--{name.replace('_', '-')} {value}: --config {options.config} describes the "
+                f"model; give {name} there"
             )
-        if value is not None and not 0 < value <= LARGEST:
-            raise CheckpointError(f"{flag} {value}: allowed 1 to {LARGEST}")
     if options.ignore_config_fields and options.source != "hf":
         raise CheckpointError(
             f"--ignore-config-field is for --from hf, found --from {options.source}; leave it out"
@@ -216,26 +213,18 @@ def _write(view: ModelView, folder: Path, final: Path, options: ConvertOptions) 
 
 
 def _read_back(target: Target, options: ConvertOptions) -> ModelView:
-    """Open what was written, with its scale state where that goes with it."""
-    folder, multiple = target.folder, target.view.config.model.make_vocab_size_divisible_by
-    if options.target == "megafp8":
-        return open_native(folder)
-    if options.target == "megatron":
-        return open_megatron(folder, None, None, multiple)
-    # The context is no part of a Hugging Face folder: any will do for reading it back.
-    again = open_hf(folder, 1, multiple, ())
+    """Open what was written as anyone would, with its scale state where that goes with it."""
+    multiple = target.view.config.model.make_vocab_size_divisible_by
+    asked = ConvertOptions(options.target, options.target, target.folder, target.folder)
+    again = open_view(replace(asked, make_vocab_size_divisible_by=multiple))
     if options.fp8 == "scales":
-        file = SafetensorsFolder(folder, SCALES_NAME)
+        file = SafetensorsFolder(target.folder, SCALES_NAME)
         again = replace(again, scales={name: file.read(name) for name in file.entries})
     return again
 
 
 def _verify(target: Target, options: ConvertOptions) -> str:
-    """Compare every value that was written with the source's.
-
-    Raises:
-        CheckpointError: a name, a shape, a size or a value is not the source's.
-    """
+    """Compare every value that was written with the source's; return a line that says so."""
     view = target.view
     baked = export_of(view, options.fp8)
     if baked is not None:

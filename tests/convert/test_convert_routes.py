@@ -11,9 +11,9 @@ from torch import Tensor
 from megafp8.checkpoint.tensor_file import bytes_view
 from megafp8.config import ModelShape
 from megafp8.convert.hf_names import routes
-from megafp8.convert.items import as_they_are
-from megafp8.convert.routes import join_qkv, split_qkv
-from megafp8.convert.safetensors_files import write_safetensors
+from megafp8.convert.items import Item, as_they_are, nbytes
+from megafp8.convert.routes import Described, join_qkv, split_qkv
+from megafp8.convert.safetensors_files import into_shards, write_safetensors
 from tests.model.small import VOCAB, small_config
 
 FUSED = {
@@ -60,6 +60,28 @@ def test_a_route_is_exact_both_ways(model_type: str) -> None:
         if "vocab" not in route.ours and "embeddings" not in route.ours:
             back = route.split(route.join(theirs))
             assert all(torch.equal(a, b) for a, b in zip(theirs, back, strict=True)), route.ours
+
+
+def test_an_item_is_what_it_announced() -> None:
+    """The header of a file is written before its tensors: one of another size would shift all."""
+    seen: list[str] = []
+    for tensor in (torch.zeros(2), torch.zeros(2, 3).half(), torch.zeros(2, 3)):
+        item = Item({"x": Described((2, 3), torch.float32)}, lambda tensor=tensor: [tensor])
+        if tensor.shape == (2, 3) and tensor.dtype == torch.float32:
+            item.write(lambda name, value: seen.append(name))
+            continue
+        with pytest.raises(AssertionError, match="x"):
+            item.write(lambda name, value: seen.append(name))
+    assert seen == ["x"] and item.nbytes == 24
+
+
+def test_files_are_cut_between_items() -> None:
+    items = [Item({str(n): Described((n,), torch.float32)}, list) for n in (1, 2, 9, 1)]
+    shards = into_shards(items, 12)
+    assert [[*item.entries][0] for part in shards.values() for item in part] == ["1", "2", "9", "1"]
+    assert [nbytes(part) for part in shards.values()] == [12, 36, 4]
+    assert [*shards][0] == "model-00001-of-00003.safetensors"
+    assert [*into_shards(items, 1000)] == ["model.safetensors"]
 
 
 def test_bytes_of_a_single_element_with_any_stride(tmp_path: Path) -> None:
