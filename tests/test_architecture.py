@@ -24,8 +24,9 @@ FLOORS = {
     "layers": 4, "precision": 4,
     "model": 5,
     "checkpoint": 6, "evaluation": 6,
-    "train": 7,
-    "report": 8, "launch": 8,
+    "convert": 7,
+    "train": 8,
+    "report": 9, "launch": 9,
 }  # fmt: skip
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 70

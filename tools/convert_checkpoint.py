@@ -48,7 +48,7 @@ def main() -> int:
 
     def work() -> list[str]:
         # Imported here: torch takes seconds, and --help needs none of it.
-        from megafp8.checkpoint.convert.run import ConvertOptions, convert
+        from megafp8.convert.run import ConvertOptions, convert
 
         return convert(ConvertOptions(**args))
 

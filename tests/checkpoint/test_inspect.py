@@ -23,8 +23,8 @@ from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
 from megafp8.checkpoint.tensors import bytes_of
 from megafp8.checkpoint.values import flaw
 from megafp8.errors import CheckpointError
-from tests.checkpoint.converted import run_convert
 from tests.checkpoint.made import copy_of, flip_a_bit, make_source, value
+from tests.convert.converted import run_convert
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "inspect_checkpoint.py"
 WEIGHT = "decoder.layers.2.mlp.linear_fc1.weight"

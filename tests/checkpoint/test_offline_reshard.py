@@ -16,7 +16,6 @@ from torch import Tensor
 
 import megafp8.checkpoint.writer as writer
 from megafp8.checkpoint import FORMAT_VERSION, find_checkpoint, load_tensors, read_record
-from megafp8.checkpoint.convert.run import ConvertOptions, convert
 from megafp8.checkpoint.files import is_being_read
 from megafp8.checkpoint.inspect import inspect_checkpoint
 from megafp8.checkpoint.inspect_text import inspection_text
@@ -24,6 +23,7 @@ from megafp8.checkpoint.offline import write_streaming
 from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint, target_run
 from megafp8.checkpoint.tensors import dtype_of
+from megafp8.convert.run import ConvertOptions, convert
 from megafp8.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.made import copy_of, flip_a_bit, make_source, value
 

@@ -18,8 +18,8 @@ from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.record import TensorEntry
 from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
 from megafp8.errors import CheckpointError
-from tests.checkpoint.converted import run_convert
 from tests.checkpoint.made import make_source
+from tests.convert.converted import run_convert
 
 MODULE = "decoder.layers.1.mlp.linear_fc2"
 SHARED, LOCAL = f"fp8.{MODULE}.input", f"fp8_local.{MODULE}.grad_output"

@@ -19,12 +19,12 @@ import pytest
 
 import megafp8.checkpoint.save as saves
 from megafp8.checkpoint import find_checkpoint, read_record, verify_files
-from megafp8.checkpoint.convert.run import ConvertOptions, convert
 from megafp8.command.ending import run_tool
+from megafp8.convert.run import ConvertOptions, convert
 from megafp8.errors import CheckpointError
-from tests.checkpoint.hand_made import make_folder
 from tests.checkpoint.made import make_source
 from tests.checkpoint.tool_runs import TOOLS, for_ever, interrupted, reshard
+from tests.convert.hand_made import make_folder
 from tests.support.disks import remount, small_disk
 from tests.support.limits import PATIENCE_S, slow
 

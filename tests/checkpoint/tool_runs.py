@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import megafp8.checkpoint.convert.run as convert_run
 import megafp8.checkpoint.offline as offline
-from megafp8.checkpoint.convert.run import ConvertOptions, convert
+import megafp8.convert.run as convert_run
 from megafp8.checkpoint.reshard import TargetLayout, reshard_checkpoint
 from megafp8.command.ending import run_tool
+from megafp8.convert.run import ConvertOptions, convert
 
 TARGET = TargetLayout(2, 1, 2)
 

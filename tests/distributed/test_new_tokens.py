@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.convert.run import ConvertOptions, convert
 from megafp8.config.shape import EMBEDDING, OUTPUT
+from megafp8.convert.run import ConvertOptions, convert
 from tests.support.layouts import PARITY, PRECISIONS, SP, degrees, start_training
 from tests.support.limits import slow
 from tests.support.ranks import RankError, Ranks

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megafp8.checkpoint.convert.routes import split_qkv
 from megafp8.config.shape import ModelShape
+from megafp8.convert.routes import split_qkv
 from megafp8.layers.native.casting import DelayedCasts, TensorwiseCasts
 from megafp8.layers.native.granular import GranularOperands
 from megafp8.layers.parameters import local
