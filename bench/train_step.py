@@ -20,14 +20,20 @@ them.
 import argparse
 import importlib.util
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.model import BF16, RECIPES, BenchModel, Sizes
 from megafp8.numerics import cpu_products
+from megafp8.parallel import World, start
 
 SECONDS, FEWEST_ROUNDS = 120.0, 3
 LAYERS, HIDDEN, HEADS, FFN, SEQ, BATCH, VOCAB = 4, 256, 8, 768, 256, 8, 8192
@@ -112,41 +118,13 @@ def plain_step(model: nn.Module) -> Callable[[int], float]:
     return step
 
 
-def megafp8_step(fp8: bool, joined: list[object]) -> Callable[[int], float]:
+def megafp8_step(flags: tuple[str, ...], world: World) -> Callable[[int], float]:
     """One step of megafp8 through the classes that `pretrain_gpt.py` uses."""
-    from megafp8.config import load_config
-    from megafp8.launch.dry_run import preflight
-    from megafp8.model import build_model
-    from megafp8.model.batch import to_tensors
-    from megafp8.parallel import build_mesh, start
-    from megafp8.precision import recipe_from_config
-    from megafp8.train.loss_scaler import build_loss_scaler
-    from megafp8.train.step import TrainingStep
-
-    flags = (
-        f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} "
-        f"--ffn-hidden-size {FFN} --seq-length {SEQ} --micro-batch-size {BATCH} "
-        f"--vocab-size {VOCAB} --mock-data --position-embedding-type rope --normalization RMSNorm "
-        "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 "
-        "--attention-dropout 0 --lr 1e-3 --train-iters 100 --clip-grad 1.0 --bf16"
-    ).split()
-    flags += ["--fp8-format", "hybrid"] if fp8 else []
-    config, shape, plan = preflight(load_config(flags), 1)
-    if not joined:
-        joined.append(start(0, 1, 0, backend="gloo"))  # the plain model is on the CPU too
-    mesh = build_mesh(config.layout(1), joined[0])  # type: ignore[arg-type]
-    model = build_model(config, shape, plan, recipe_from_config(config), mesh)
-    training = TrainingStep(config, model, mesh, build_loss_scaler(config.precision))
+    sizes = Sizes(HIDDEN, FFN, HEADS, HEADS, SEQ, BATCH, layers=LAYERS, vocab=VOCAB)
+    bench = BenchModel(sizes, flags, world)
 
     def step(index: int) -> float:
-        tokens, labels = batch(index)
-        arrays = {
-            "tokens": tokens.numpy(),
-            "labels": labels.numpy(),
-            "loss_mask": torch.ones(BATCH, SEQ).numpy(),
-            "position_ids": torch.arange(SEQ).expand(BATCH, SEQ).contiguous().numpy(),
-        }
-        return training.run(to_tensors([arrays], mesh, 1234, index), 1e-3, index + 1).loss
+        return bench.step.run([bench.micro_batch(*batch(index))], 1e-3, index + 1).loss
 
     return step
 
@@ -176,11 +154,11 @@ def main() -> None:
         help="at most; a step of each model, medians over them are shown (default: %(default)s)",
     )
     rounds = parser.parse_args().rounds
-    joined: list[object] = []
+    world = start(0, 1, 0, backend="gloo")  # the plain model is on the CPU too
     steps: dict[str, Callable[[int], float] | None] = {
         "plain": plain_step(PlainGPT()),
-        "bf16": megafp8_step(False, joined),
-        "fp8": megafp8_step(True, joined),
+        "bf16": megafp8_step(BF16, world),
+        "fp8": megafp8_step(RECIPES["delayed"], world),
         "torchao": torchao_step(),
     }
     running = {name: step for name, step in steps.items() if step is not None}

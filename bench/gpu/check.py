@@ -70,7 +70,7 @@ def products(bench: BenchModel, step: int) -> dict[str, Tensor]:
 
 
 def update_scales(bench: BenchModel) -> dict[str, Tensor]:
-    """End a step; returns the amaxes that went in and the scales that came out, [] without FP8."""
+    """End a step; returns the amaxes that went in and the scales that came out (BF16: none)."""
     registry = bench.registry
     if registry is None:
         return {}

@@ -249,6 +249,8 @@ def _passes(
         torch.randn(*shape, width, device=bench.device, dtype=torch.bfloat16) for width in widths
     )
     x.requires_grad_(True)
+    for parameter in bench.block().parameters():  # what was timed before leaves its gradients
+        parameter.grad = None
 
     def call() -> None:
         if bench.registry is not None:
@@ -263,18 +265,25 @@ def _passes(
     return call
 
 
+def linear_work(name: str, sizes: Sizes, linear: str, products: float | None = None) -> Work:
+    """One linear of a block, forward and backward."""
+    inner, outer = sizes.linears[linear]
+
+    def prepare(bench: BenchModel) -> Callable[[], None]:
+        return _passes(bench, bench.linear(linear), (inner, outer))
+
+    flops = 6.0 * sizes.tokens * inner * outer
+    return Work(f"{name} {inner} x {outer}", flops, prepare, products)
+
+
 def layer_works(clock: Clock, label: str, sizes: Sizes) -> list[Work]:
     """The linears of a block and the block, forward and backward."""
     works = []
-    for name, (inner, outer) in sizes.linears.items():
-        # Bound now: the names go on to the next linear.
-        def prepare(bench: BenchModel, name: str = name) -> Callable[[], None]:
-            return _passes(bench, bench.linear(name), sizes.linears[name])
-
-        flops, products = 6.0 * sizes.tokens * inner * outer, None
+    for linear, widths in sizes.linears.items():
+        products = None
         if fp8_hardware(clock.device)[0]:
-            products = three_products(clock, sizes.tokens, inner, outer)
-        works.append(Work(f"{label} {name} {inner} x {outer}", flops, prepare, products))
+            products = three_products(clock, sizes.tokens, *widths)
+        works.append(linear_work(f"{label} {linear}", sizes, linear, products))
 
     def block(bench: BenchModel) -> Callable[[], None]:
         return _passes(bench, bench.block(), (sizes.hidden, sizes.hidden), KEY)
@@ -284,13 +293,7 @@ def layer_works(clock: Clock, label: str, sizes: Sizes) -> list[Work]:
 
 def recipe_works(label: str, sizes: Sizes) -> list[Work]:
     """The MLP's second linear, for a comparison of recipes."""
-    inner, outer = sizes.linears["linear_fc2"]
-    flops = 6.0 * sizes.tokens * inner * outer
-
-    def prepare(bench: BenchModel) -> Callable[[], None]:
-        return _passes(bench, bench.linear("linear_fc2"), (inner, outer))
-
-    return [Work(f"{label} recipes, {inner} x {outer}", flops, prepare)]
+    return [linear_work(f"{label} recipes,", sizes, "linear_fc2")]
 
 
 def step_works(label: str, sizes: Sizes) -> list[Work]:
