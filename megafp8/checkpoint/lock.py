@@ -69,9 +69,7 @@ class FolderLock:
                 _logger.warning(
                     "%s was left by %s, which is gone: taking it over", self.path, _named(owner)
                 )
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            mine = {"token": self._token, "host": _host(), "pid": os.getpid(), "since": since}
-            self.path.write_text(json.dumps(mine), encoding="utf-8")  # the same file: it is locked
+            self._sign()
         except BaseException:
             self._file.release()
             raise
@@ -101,6 +99,16 @@ class FolderLock:
         except OSError as error:  # whoever comes next finds its owner gone
             _logger.warning("%s could not be removed: %s", self.path, error)
         self._file.release()
+
+    def _sign(self) -> None:
+        """Name this job in the file, which stays the same one: it is locked."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        mine = {"token": self._token, "host": _host(), "pid": os.getpid(), "since": since}
+        try:
+            self.path.write_text(json.dumps(mine), encoding="utf-8")
+        except OSError:  # a full disk: the empty file is in nobody's way
+            self.path.unlink(missing_ok=True)
+            raise
 
     def _lock(self) -> bool:
         """Lock the file; False where the file system has no locks.

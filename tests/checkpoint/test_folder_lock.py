@@ -184,6 +184,20 @@ def test_a_folder_that_turned_read_only_keeps_its_lock(
     assert ".lock could not be removed: [Errno 30]" in caplog.text
 
 
+def test_a_full_disk_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **keywords: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            quick(tmp_path).acquire()
+    assert list(tmp_path.iterdir()) == []
+    again = quick(tmp_path)
+    again.acquire()
+    again.release()
+
+
 def test_a_lock_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
     """As from a host that stood still for longer than an owner is waited for."""
     lock = quick(tmp_path)
