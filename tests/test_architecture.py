@@ -42,7 +42,7 @@ ADAPTERS = {"transformer_engine": "layers/transformer_engine/", "apex": "layers/
 MAY_NAME_RECIPES = (
     "config/recipes.py",
     "numerics/kernels/",
-    "checkpoint/convert/fp8_export.py",  # a mode of that name
+    "convert/fp8_export.py",  # a mode of that name
     "launch/gpu_",
 )
 HEAVY = ("torch", "numpy")
