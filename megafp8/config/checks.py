@@ -15,10 +15,10 @@ from megafp8.config.user_buffers import user_buffer_problems
 from megafp8.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from megafp8.config.run_config import RunConfig
+    from megafp8.config.sections import Sections
 
 
-def problems(config: RunConfig) -> Iterator[str]:
+def problems(config: Sections) -> Iterator[str]:
     """Yield one sentence for each contradiction in a configuration."""
     yield from _not_built(config)
     yield from _model(config)
@@ -32,7 +32,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     yield from _records(config)
 
 
-def check_trainable(config: RunConfig) -> None:
+def check_trainable(config: Sections) -> None:
     """Check what training needs and a dry run does not.
 
     Raises:
@@ -56,14 +56,14 @@ def check_trainable(config: RunConfig) -> None:
         raise ConfigurationError(refusal)
 
 
-def _not_built(config: RunConfig) -> Iterator[str]:
+def _not_built(config: Sections) -> Iterator[str]:
     """Flags of the interface whose work is still to come: refused, never ignored."""
     for asked, flag, instead in _unbuilt(config):
         if asked:
             yield f"{flag} is not built yet in this version: {instead}"
 
 
-def _unbuilt(config: RunConfig) -> list[tuple[bool, str, str]]:
+def _unbuilt(config: Sections) -> list[tuple[bool, str, str]]:
     """Rows of (asked for, flag, what there is instead)."""
     parallel, data, logging = config.parallel, config.data, config.logging
     attention = "attention crosses documents; --eod-mask-loss is there"
@@ -79,7 +79,7 @@ def _unbuilt(config: RunConfig) -> list[tuple[bool, str, str]]:
     ]
 
 
-def _model(config: RunConfig) -> Iterator[str]:
+def _model(config: Sections) -> Iterator[str]:
     model = config.model
     heads, hidden, rotary_dim = model.num_attention_heads, model.hidden_size, model.rotary_dim
     if model.kv_channels is None and hidden % heads:
@@ -121,7 +121,7 @@ def _model(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _tensor_parallel(config: RunConfig) -> Iterator[str]:
+def _tensor_parallel(config: Sections) -> Iterator[str]:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     sizes = [
         ("num_attention_heads", model.num_attention_heads),
@@ -140,7 +140,7 @@ def _tensor_parallel(config: RunConfig) -> Iterator[str]:
             yield f"{name} {size} is not divisible by tensor_model_parallel_size {tp}"
 
 
-def _pipeline(config: RunConfig) -> Iterator[str]:
+def _pipeline(config: Sections) -> Iterator[str]:
     parallel = config.parallel
     schedule, pp = parallel.schedule, parallel.pipeline_model_parallel_size
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
@@ -166,7 +166,7 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _training(config: RunConfig) -> Iterator[str]:
+def _training(config: Sections) -> Iterator[str]:
     training = config.training
     if training.train_iters is not None and training.train_samples is not None:
         yield (
@@ -193,7 +193,7 @@ def _training(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _optimizer(config: RunConfig) -> Iterator[str]:
+def _optimizer(config: Sections) -> Iterator[str]:
     optimizer, training = config.optimizer, config.training
     if optimizer.min_lr > optimizer.lr:
         yield f"min_lr {optimizer.min_lr:g} is above lr {optimizer.lr:g}"
@@ -222,7 +222,7 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
         yield f"lr_wsd_decay_iters {wsd} is above {name} {length}"
 
 
-def _data(config: RunConfig) -> Iterator[str]:
+def _data(config: Sections) -> Iterator[str]:
     data = config.data
     parts = [f"{split}_data_path" for split in ("train", "valid", "test")]
     flags = ", ".join(flag_name(name) for name in parts if getattr(data, name) is not None)
@@ -237,7 +237,7 @@ def _data(config: RunConfig) -> Iterator[str]:
         yield f"--split {data.split} divides --data-path; it contradicts {flags}"
 
 
-def _records(config: RunConfig) -> Iterator[str]:
+def _records(config: Sections) -> Iterator[str]:
     checkpoint, logging = config.checkpoint, config.logging
     if checkpoint.load is None:
         needing = ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args")

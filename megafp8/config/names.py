@@ -10,31 +10,16 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from megafp8.config.base import Section
-from megafp8.config.checkpoint import CheckpointConfig
-from megafp8.config.data import DataConfig
-from megafp8.config.logging import LoggingConfig
-from megafp8.config.model import ModelConfig
-from megafp8.config.optimizer import OptimizerConfig
-from megafp8.config.parallel import ParallelConfig
-from megafp8.config.precision import PrecisionConfig
+from megafp8.config.sections import Sections
 from megafp8.config.text import field_kind
-from megafp8.config.training import TrainingConfig
-
-if TYPE_CHECKING:
-    from megafp8.config.run_config import RunConfig
 
 SECTIONS: dict[str, type[Section]] = {
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "precision": PrecisionConfig,
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "training": TrainingConfig,
-    "checkpoint": CheckpointConfig,
-    "logging": LoggingConfig,
+    name: cast(type[Section], field.annotation)
+    for name, field in Sections.model_fields.items()
+    if name != "accepted_flags"
 }
 
 # Switches that are on by default and which Megatron's users know by their negative alone.
@@ -144,7 +129,7 @@ def suggestion(name: str, known: list[str]) -> str:
     return f"; did you mean {', '.join(nearest)}?" if nearest else ""
 
 
-def to_user_keys(config: RunConfig) -> dict[str, dict[str, Any]]:
+def to_user_keys(config: Sections) -> dict[str, dict[str, Any]]:
     """Return a configuration as nested YAML-ready values under the users' names."""
     result: dict[str, dict[str, Any]] = {}
     for section in SECTIONS:

@@ -16,7 +16,7 @@ from megafp8.config.transformer_engine import attention_refusals, transformer_en
 
 if TYPE_CHECKING:
     from megafp8.config.precision import PrecisionConfig
-    from megafp8.config.run_config import RunConfig
+    from megafp8.config.sections import Sections
 
 # The policy file is not among them: a run without FP8 reads it too, so that all tracks of a
 # comparison refuse the same mistakes. `fp8_emulate` is a permission, which asks for nothing.
@@ -29,13 +29,13 @@ FP8_ONLY = (
 )
 
 
-def precision_problems(config: RunConfig) -> Iterator[str]:
+def precision_problems(config: Sections) -> Iterator[str]:
     """Yield one sentence for each contradiction around the precision section."""
     yield from _precision(config)
     yield from _fp8_wires(config)
 
 
-def _precision(config: RunConfig) -> Iterator[str]:
+def _precision(config: Sections) -> Iterator[str]:
     precision = config.precision
     if precision.precision == "auto":
         yield from _auto_contradictions(config)
@@ -73,7 +73,7 @@ def _precision(config: RunConfig) -> Iterator[str]:
     yield from _idle_flags(precision)
 
 
-def _auto_contradictions(config: RunConfig) -> Iterator[str]:
+def _auto_contradictions(config: Sections) -> Iterator[str]:
     precision = config.precision
     given = {
         "--bf16": precision.bf16,
@@ -87,7 +87,7 @@ def _auto_contradictions(config: RunConfig) -> Iterator[str]:
             yield f"--precision auto contradicts {flag}: it chooses itself; drop one of the two"
 
 
-def _recipe(config: RunConfig) -> Iterator[str]:
+def _recipe(config: Sections) -> Iterator[str]:
     """Flags that the chosen recipe has no use for: refused, never ignored."""
     precision = config.precision
     recipe = precision.recipe
@@ -118,7 +118,7 @@ def _recipe(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _fp8_wires(config: RunConfig) -> Iterator[str]:
+def _fp8_wires(config: Sections) -> Iterator[str]:
     """FP8 on the wire."""
     precision = config.precision
     if precision.fp8_grad_error_feedback and not precision.fp8_grad_reduce:

@@ -5,40 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import ValidationError, field_validator, model_validator
 
 from megafp8.config.axes import smallest_world
-from megafp8.config.base import Section
-from megafp8.config.checkpoint import CheckpointConfig
 from megafp8.config.checks import problems
-from megafp8.config.data import BYTE_TOKENIZER_SIZE, DataConfig
+from megafp8.config.data import BYTE_TOKENIZER_SIZE
 from megafp8.config.layout import Layout, build_layout, full_batch_size
-from megafp8.config.logging import LoggingConfig
 from megafp8.config.messages import sentence
-from megafp8.config.model import ModelConfig
-from megafp8.config.optimizer import OptimizerConfig
-from megafp8.config.parallel import ParallelConfig
-from megafp8.config.precision import PrecisionConfig
-from megafp8.config.training import TrainingConfig
+from megafp8.config.names import to_user_keys
+from megafp8.config.sections import Sections
 from megafp8.errors import ConfigurationError
 
 
-class RunConfig(Section):
-    """One run. Sections hold what the user said; what follows from it is a property or a method.
-
-    Attributes:
-        accepted_flags: Megatron's flags that were given and have no effect here, as typed.
-    """
-
-    model: ModelConfig
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
-    data: DataConfig = Field(default_factory=DataConfig)
-    optimizer: OptimizerConfig
-    training: TrainingConfig
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    logging: LoggingConfig = Field(default_factory=LoggingConfig)
-    accepted_flags: tuple[str, ...] = Field(default=(), strict=False)
+class RunConfig(Sections):
+    """One run. Sections hold what the user said; what follows from it is a property or a method."""
 
     @field_validator("accepted_flags")
     @classmethod
@@ -111,6 +91,4 @@ class RunConfig(Section):
         Negative switches appear under their flag's name (`no_fp8_wgrad`), so reading the result
         gives an equal configuration.
         """
-        from megafp8.config.names import to_user_keys
-
         return to_user_keys(self)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from megafp8.config.recipes import recipes_that
 
 if TYPE_CHECKING:
-    from megafp8.config.run_config import RunConfig
+    from megafp8.config.sections import Sections
 
 
-def transformer_engine_refusal(config: RunConfig) -> str | None:
+def transformer_engine_refusal(config: Sections) -> str | None:
     """Return why a configuration cannot run on TransformerEngine, or None."""
     precision, parallel, recipe = config.precision, config.parallel, config.precision.recipe
     if not precision.fp8:
@@ -48,7 +48,7 @@ def transformer_engine_refusal(config: RunConfig) -> str | None:
     return None
 
 
-def attention_refusals(config: RunConfig) -> Iterator[str]:
+def attention_refusals(config: Sections) -> Iterator[str]:
     """Yield a sentence for each contradiction around the attention core."""
     model, precision = config.model, config.precision
     backend, impl = model.attention_backend, model.transformer_impl
@@ -67,7 +67,7 @@ def attention_refusals(config: RunConfig) -> Iterator[str]:
         yield from _fp8_attention_refusals(config)
 
 
-def _fp8_attention_refusals(config: RunConfig) -> Iterator[str]:
+def _fp8_attention_refusals(config: Sections) -> Iterator[str]:
     model, precision, recipe = config.model, config.precision, config.precision.recipe
     asked = f"--fp8-attention {precision.fp8_attention}"
     if precision.fp8_attention == "mha":

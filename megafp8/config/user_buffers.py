@@ -22,7 +22,7 @@ from megafp8.config.yaml_reader import Tree, read_yaml
 from megafp8.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from megafp8.config.run_config import RunConfig
+    from megafp8.config.sections import Sections
 
 LAYERS = ("qkv", "proj", "fc1", "fc2")
 _BULK_OR_SCATTER = ("bulk", "ring_exchange", "pipeline")
@@ -157,7 +157,7 @@ def _value(gemm: str, key: str, raw: RawText) -> Any:
     return raw.text
 
 
-def user_buffer_problems(config: RunConfig) -> Iterator[str]:
+def user_buffer_problems(config: Sections) -> Iterator[str]:
     """Yield a sentence for each thing that keeps `--tp-comm-overlap` from working."""
     parallel, model, precision = config.parallel, config.model, config.precision
     if not parallel.tp_comm_overlap:
@@ -203,7 +203,7 @@ def user_buffer_problems(config: RunConfig) -> Iterator[str]:
 
 
 def user_buffer_options(
-    config: RunConfig, fp8_linears: int, other_linears: int
+    config: Sections, fp8_linears: int, other_linears: int
 ) -> UserBufferOptions | None:
     """Return what the buffers are made from, given the plan's linears; None without overlap."""
     parallel = config.parallel
