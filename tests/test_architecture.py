@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.config.recipes import RECIPES
+from tests.tools import figures
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "megafp8"
@@ -28,8 +29,9 @@ FLOORS = {
     "train": 8,
     "report": 9, "launch": 9,
 }  # fmt: skip
-MAX_FILE_LINES = 450
+MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
+MIN_COMMENT_SHARE = 6.0  # percent of the lines of `figures.EXPLAINED`
 MAX_ENTRY_LINES = 60
 MAY_READ_ENVIRONMENT = (
     "parallel/startup.py",
@@ -43,7 +45,6 @@ MAY_NAME_RECIPES = (
     "config/recipes.py",
     "numerics/kernels/",
     "convert/fp8_export.py",  # a mode of that name
-    "launch/gpu_",
 )
 HEAVY = ("torch", "numpy")
 WITHOUT_HEAVY = ("config", "errors", "log")
@@ -238,7 +239,7 @@ def _overloaded(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> 
 # rule, path of the example, a source that breaks it, part of what the rule says
 PACKAGE_RULES: list[tuple[Rule, str, str, str]] = [
     (floor_violations, "config/a.py", "import megafp8.train.loop", "imports megafp8.train.loop"),
-    (file_size_violations, "a.py", "\n" * (MAX_FILE_LINES + 1), "451 lines"),
+    (file_size_violations, "a.py", "\n" * (MAX_FILE_LINES + 1), "401 lines"),
     (
         function_size_violations,
         "a.py",
@@ -340,3 +341,20 @@ def test_rule_allows(rule, path, source):
 def test_environment_rule_sees_imported_names():
     assert environment_violations("train/a.py", "from os import environ")
     assert environment_violations("train/a.py", "import os\nos.getenv('A')")
+
+
+def test_no_modules_import_each_other_around_a_circle(tmp_path):
+    """Also in functions and for types alone: one of them could not be read without the other."""
+    assert figures.circles(ROOT) == []
+    package = tmp_path / PACKAGE
+    package.mkdir()
+    (package / "a.py").write_text("def f():\n    from megafp8 import b\n")
+    (package / "b.py").write_text("from megafp8.c import x\n")
+    (package / "c.py").write_text("if TYPE_CHECKING:\n    from megafp8.a import f\n")
+    assert figures.circles(tmp_path) == [["megafp8.a", "megafp8.b", "megafp8.c"]]
+
+
+@pytest.mark.parametrize("package", figures.EXPLAINED)
+def test_shapes_and_reasons_stand_beside_the_code(package):
+    files = [path for path in package_files() if path.relative_to(ROOT).parts[1] == package]
+    assert figures.comment_share(files) >= MIN_COMMENT_SHARE

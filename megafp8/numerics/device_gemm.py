@@ -65,6 +65,7 @@ _CUBLAS_SCALES = (12, 9)
 
 def _built_for(release: tuple[int, int]) -> bool:
     """Whether torch was built for this CUDA release or a later one."""
+    # A torch without CUDA counts as older than any release.
     return tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2]) >= release
 
 
@@ -90,6 +91,7 @@ def native(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     device = a.data.device
     if device.type != "cuda" or not fp8_hardware(device)[0]:
         return False
+    # CuBLAS has block-scaled GEMMs for E4M3 alone; E5M2 gradients are decoded.
     if (_in_blocks(a) or _in_blocks(b)) and not a.format == b.format == E4M3:
         return False
     units = _units_for(a.block, _is_mx(a))
@@ -113,8 +115,8 @@ def native_mm(
 
     What is not in the layout that the kernels take is copied: for dgrad w, for wgrad both.
     """
-    left = _columns(a) if a_t else a.data
-    right = b.data.t() if b_t else _columns(b).t()
+    left = _columns(a) if a_t else a.data  # row-major [m, k]
+    right = b.data.t() if b_t else _columns(b).t()  # column-major [k, n]
     scale_a, scale_b = a.scale_inv, b.scale_inv
     if a.block is not None and b.block is not None:
         # Grids as [m, k/...] and [n, k/...].
@@ -152,6 +154,7 @@ def _block_mm(
     """
     kinds = F.ScalingType
     if square:
+        # The grid of square blocks lies column-major, its columns padded to 4 (cuBLAS).
         scale_b = F.pad(scale_b, (0, -scale_b.shape[1] % 4)).contiguous().t()
     else:
         scale_b = scale_b.t().contiguous().t()
@@ -170,7 +173,9 @@ def swizzled(scales: Tensor) -> Tensor:
     """[n, k/32] E8M0 -> flat, in the order that Blackwell's kernels read: tiles of 128 x 4."""
     rows, columns = scales.shape
     padded = F.pad(scales.view(torch.uint8).contiguous(), (0, -columns % 4, 0, -rows % 128))
+    # [n/128, 128, k/4, 4] -> [n/128, k/4, 128, 4]: a tile is 512 bytes in one run.
     tiles = padded.view(-(-rows // 128), 128, -(-columns // 4), 4).permute(0, 2, 1, 3)
+    # In a tile rows r, r + 32, r + 64 and r + 96 lie side by side: [tiles, 32, 4, 4].
     order = tiles.reshape(-1, 4, 32, 4).transpose(1, 2)
     return order.reshape(-1).view(torch.float8_e8m0fnu)
 

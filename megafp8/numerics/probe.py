@@ -36,6 +36,7 @@ def missing_product(
     tokens, inner, outer = size
 
     def operand(role: Role, axis: Axis) -> QuantizedTensor:
+        # Weights are [out, in], inputs [tokens, in], output gradients [tokens, out].
         rows = outer if role == "weight" else tokens
         x = torch.zeros(
             rows, outer if role == "grad_output" else inner, dtype=torch.bfloat16, device=device
@@ -43,6 +44,7 @@ def missing_product(
         return _cast(recipe, role, axis, x)
 
     try:
+        # Named before it is tried, for the message of one that raises.
         gemm = "fprop"
         fprop(operand("input", "features"), operand("weight", "features"))
         gemm = "dgrad"

@@ -176,13 +176,14 @@ def _quantile(history: Tensor, q: float) -> Tensor:
     position = (filled - 1).clamp(min=0) * q
     low = position.floor()
     first = history.shape[0] - filled.clamp(min=1)  # row of the smallest filled entry
-    below = entries.gather(0, (first + low.long())[None])[0]
+    below = entries.gather(0, (first + low.long())[None])[0]  # [H, N] rows by column -> [N]
     above = entries.gather(0, (first + position.ceil().long())[None])[0]
     return torch.lerp(below, above, (position - low).to(entries.dtype))
 
 
 def _trimmed_max(history: Tensor, k: int) -> Tensor:
     entries, filled = _sorted_entries(history)
+    # One entry is left even of a window shorter than k.
     dropped = (filled - 1).clamp(min=0, max=k)
     # [1, N] row indices, one a column
     return entries.gather(0, (history.shape[0] - 1 - dropped)[None])[0]

@@ -165,6 +165,7 @@ class DelayedScaling:
             if math.isnan(value):
                 value = math.inf if self.skip else 0.0
             amax = max(amax, value)
+        # An entry a step; a step without values, or with an inf under `skip`, makes none.
         if amax > 0.0 and not (self.skip and math.isinf(amax)):
             self.window = [*self.window, amax][-self.length :]
         chosen = max(self.window, default=0.0)

@@ -168,6 +168,8 @@ class ScaleRegistry:
         mine = mine.to(self.scale.device)
         before = torch.zeros_like(mine) if self._held is None else self._held
         now = before | mine if held else before & ~mine
+        # None, not a mask of zeros: a run that never switches makes no further kernel. The wait for
+        # the device that tells is between two steps.
         self._held = now if bool(now.any()) else None
 
     def drop_pending(self) -> None:
@@ -339,6 +341,7 @@ class ScaleRegistry:
 
 
 def _checked_scale(prefix: str, scale: Tensor) -> float:
+    # Of a tensor of another size no element is the scale: NaN fails the test below.
     value = float(scale.reshape(-1)[0]) if scale.numel() == 1 else float("nan")
     # Smaller ones than this have no finite reciprocal in fp32.
     if not 2.0**-126 <= value < float("inf"):

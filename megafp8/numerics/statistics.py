@@ -101,6 +101,7 @@ def closeness(found: Tensor, wanted: Tensor) -> tuple[float | None, float | None
         either tensor holds an inf or NaN.
     """
     x, y = wanted.detach().double(), found.detach().double()
+    # One wait for the device, for all four sums.
     sums = torch.stack([term.sum() for term in ((y - x).square(), x * x, y * y, x * y)]).tolist()
     return _closeness(*sums) if math.isfinite(sum(sums)) else (math.nan, math.nan)
 

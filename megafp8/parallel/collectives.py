@@ -65,6 +65,7 @@ class CommGroup:
         """Reduce `tensor` in place over the group."""
         if self.size == 1:
             return None
+        # Counted before the call: an asynchronous one returns at once.
         self.traffic.reduced(kind, tensor, self.size)
         return dist.all_reduce(tensor, op=op, group=self.process_group, async_op=async_op)
 

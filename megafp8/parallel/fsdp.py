@@ -163,6 +163,7 @@ def shard_module(
         module,
         mesh=mesh.fsdp_mesh,
         reshard_after_forward=mesh.layout.reshard_after_forward,
+        # Fused gate and up [2, f, h] are split along h: each rank keeps rows of both halves.
         shard_placement_fn=lambda p: Shard(dims[p]),
         # Inputs are not cast: loss masks and rotary tables stay fp32.
         mp_policy=MixedPrecisionPolicy(
@@ -211,6 +212,7 @@ def change_gather(module: nn.Module, name: str, cast: WeightCast | None) -> None
             if held.sharded_param is not parameter:
                 continue
             held.all_gather_outputs = []
+            # Looks again for the two functions on the shard, which decide what is gathered.
             held._init_extensions()
             gathered = vars(held).pop("_unsharded_param", None)
             if gathered is not None and gathered.grad_dtype == torch.float32:

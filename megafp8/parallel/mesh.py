@@ -74,6 +74,7 @@ class _GroupCache:
 
     def process_group(self, lists: list[list[int]]) -> dist.ProcessGroup | None:
         """The group of `lists` that holds this rank, None if none does; a call on all ranks."""
+        # All ranks ask for the same lists in the same order: creating a group is a collective call.
         key = str(lists)
         if key not in self.known:
             mine = None
@@ -87,6 +88,8 @@ class _GroupCache:
 
     def get(self, lists: list[list[int]]) -> CommGroup:
         """As `process_group`, counted; groups of one rank need no process group."""
+        # Uneven lists: where some groups have members, a rank alone still takes part in their
+        # creation.
         if max(len(ranks) for ranks in lists) == 1:
             return CommGroup(None, self.traffic)
         return CommGroup(self.process_group(lists), self.traffic)
@@ -112,6 +115,7 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
         world=world,
         traffic=traffic,
         tp_mesh=device_mesh["tp"],
+        # Two dims make FSDP2 shard over the second and all-reduce over the first (HSDP).
         fsdp_mesh=device_mesh["replicate", "fsdp"] if hybrid else device_mesh["fsdp"],
         stage_mesh=device_mesh[tuple(axis for axis in axes_of("stage") if axis in grid)],
         tp=CommGroup(along["tp"], traffic),
@@ -119,6 +123,7 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
         stage=cache.get(layout.groups(axes_of("stage"))),
         loss=cache.get(layout.groups(axes_of("loss"))),
         all=cache.get(layout.groups(RANK_ORDER)),
+        # Of each chain of stages only the ends hold the tied embedding.
         tied=cache.get([[r[0], r[-1]] if len(r) > 1 else r for r in chains]),
         place=layout.coordinates(world.rank),
     )

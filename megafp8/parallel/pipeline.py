@@ -64,6 +64,7 @@ class _CountedStage(PipelineStage):
     take_losses: Callable[[StageOutput], Tensor]
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
+        # What travels to the next stage is the tensor alone.
         return self.take_losses(super().forward_maybe_with_nosync(*args, **kwargs))
 
     def _check(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
@@ -92,11 +93,13 @@ class _WithLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, scale: float, *losses: Tensor) -> Tensor:
+        # Each of them is added to the loss that is differentiated: d(loss)/d(it) is the loss scale.
         ctx.gradients = [torch.full_like(loss, scale) for loss in losses]
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        # The tensor's own gradient goes on as it came from the next stage.
         return gradients[0], None, *ctx.gradients
 
 

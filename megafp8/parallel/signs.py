@@ -50,6 +50,7 @@ class SignsOfLife:
             former, since = self._seen.setdefault(rank, (sign, now))
             if sign != former:
                 self._seen[rank] = (sign, now)
+                # It lives again: told once more if it falls silent once more.
                 self._called.discard(rank)
             elif now - since > self.silence and rank not in self._called:
                 self._called.add(rank)

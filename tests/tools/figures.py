@@ -13,7 +13,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ("model", "layers", "numerics", "parallel", "train", "data")
 EXPLAINED = ("numerics", "parallel")
-# Keys of `megafp8/config/recipes.py` that are no words of another meaning.
 RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 
 

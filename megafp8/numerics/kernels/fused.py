@@ -104,6 +104,7 @@ def _row_statistics_kernel(
         y = to_fp32(tl.load(at + cols, mask=cols < k, other=0.0)) - center
         y = tl.where(cols < k, y, 0.0)  # beyond the row 0 - center is not 0
         squares += y * y
+    # The biased variance, as LayerNorm and RMSNorm have it.
     tl.store(rstd + row, 1.0 / tl.sqrt(tl.sum(squares) / k + epsilon))
 
 
