@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megafp8.layers import LayerContext, LinearOptions
 from megafp8.layers.native.linear import NativeLinear
-from megafp8.numerics import E4M3, E5M2, reference
+from megafp8.numerics import E4M3, E5M2
 from tests.model.small import (
     FP8,
     GPT2,
@@ -17,6 +17,7 @@ from tests.model.small import (
     small_config,
     ulps_apart,
 )
+from tests.support import reference
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 NAME = "decoder.layers.0.mlp.linear_fc1"

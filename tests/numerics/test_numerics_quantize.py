@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megafp8.numerics import E4M3, E5M2, QuantizedTensor, compute_amax, decode, quantize, reference
+from megafp8.numerics import E4M3, E5M2, QuantizedTensor, compute_amax, decode, quantize
+from tests.support import reference
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 SCALES = (1.0, 0.5, 99.7, 1.1754944e-38, 3.4028235e38, 3e-5, 1e-40, 448.0 / 3.0)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megafp8.errors import CheckpointError, PrecisionError
-from megafp8.numerics import E4M3, E5M2, Recipe, ScaleRegistry, compute_amax, reference
+from megafp8.numerics import E4M3, E5M2, Recipe, ScaleRegistry, compute_amax
+from tests.support import reference
 
 INF, NAN = float("inf"), float("nan")
 FP32_MAX = float(np.finfo(np.float32).max)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megafp8.numerics import E4M3, E5M2, Recipe, ScaleRegistry, reference
+from megafp8.numerics import E4M3, E5M2, Recipe, ScaleRegistry
 from megafp8.numerics.scales import (
     current_scale,
     e8m0_codes,
@@ -14,6 +14,7 @@ from megafp8.numerics.scales import (
     next_scale,
     round_down_to_power_of_2,
 )
+from tests.support import reference
 
 INF, NAN = math.inf, math.nan
 FP32_MAX = torch.finfo(torch.float32).max
