@@ -4,9 +4,9 @@
 #   bash scripts/gpu_check.sh [--tiny] [--steps 50] [--out gpu_check]
 #   MEGAFP8_PYTHON=python bash scripts/gpu_check.sh      an interpreter that is there, no .venv
 #
-# That interpreter needs torch, NumPy, pydantic, PyYAML and pytest; docs/performance.md says how to
-# put them beside one that is not to be changed, or that no network reaches. Triton adds the fused
-# kernels, isal the GPU tests of training, and TransformerEngine the comparison of the two backends.
+# That interpreter needs torch, NumPy, pydantic, PyYAML, isal and pytest; docs/performance.md says how
+# to put them beside one that is not to be changed, or that no network reaches. Triton adds the fused
+# kernels, and TransformerEngine the comparison of the two backends.
 # Writes OUT.md and OUT.json; exit code 1 if a test or a check fails.
 set -euo pipefail
 
@@ -28,7 +28,7 @@ pairs = [word.split("=") for word in sys.argv[1:]]
 print(*(name for name, module in pairs if importlib.util.find_spec(module) is None), sep=", ")
 PYTHON
 }
-lacks="$(missing NumPy=numpy pydantic=pydantic PyYAML=yaml pytest=pytest)"
+lacks="$(missing NumPy=numpy pydantic=pydantic PyYAML=yaml isal=isal pytest=pytest)"
 [[ -z "${lacks}" ]] ||
     fail "${VENV_PYTHON} has no ${lacks}; install them, or put them beside it as docs/performance.md says (GPU)"
 cd "${REPOSITORY}"
@@ -38,13 +38,8 @@ for argument in "$@"; do
     fi
 done
 
-tests=tests
-if [[ -n "$(missing isal=isal)" ]]; then
-    echo "isal is missing: only the GPU tests of numerics run"
-    tests=tests/numerics
-fi
 status=0
 # pytest ends with 5 where no test is marked.
-"${VENV_PYTHON}" -m pytest -q -m gpu "${tests}" || { status=$?; [[ "${status}" == 5 ]] && status=0; }
+"${VENV_PYTHON}" -m pytest -q -m gpu tests || { status=$?; [[ "${status}" == 5 ]] && status=0; }
 "${VENV_PYTHON}" -m bench.gpu.check "$@" || status=1
 exit "${status}"

@@ -113,6 +113,11 @@ def _model(config: Sections) -> Iterator[str]:
         )
     if positions != "rope" and model.use_rope_scaling:
         yield f"--use-rope-scaling needs --position-embedding-type rope, found {positions}"
+    if model.rope_low_freq_factor >= model.rope_high_freq_factor:
+        yield (
+            f"rope_low_freq_factor {model.rope_low_freq_factor:g} must be below "
+            f"rope_high_freq_factor {model.rope_high_freq_factor:g}"
+        )
     left, right = model.window_size or (0, 0)
     if left < 0 or right != 0:
         yield (

@@ -18,9 +18,9 @@ from tests.model.small import one_rank, world  # noqa: F401
 from tests.support.layouts import ROOT
 from tests.support.oracles import needs_triton
 
-# What a machine with torch, Triton, NumPy and pytest does not have, beside pydantic and PyYAML.
+# What a machine does not have beside torch, Triton, NumPy, pytest, pydantic, PyYAML and isal.
 MISSING = (
-    "isal", "rich", "safetensors", "sentencepiece", "tokenizers", "tensorboard", "matplotlib",
+    "rich", "safetensors", "sentencepiece", "tokenizers", "tensorboard", "matplotlib",
     "transformer_engine", "tyro", "wandb", "transformers", "torchao",
 )  # fmt: skip
 BLOCKER = """

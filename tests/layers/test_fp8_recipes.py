@@ -15,7 +15,6 @@ from megafp8.numerics import (
     compute_amax,
     quantize_blocks,
     quantize_tensor,
-    reference,
 )
 from megafp8.numerics.products import matmul
 from tests.model.small import (
@@ -25,6 +24,7 @@ from tests.model.small import (
     registry_state,
     small_config,
 )
+from tests.support import reference
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 NAME = "decoder.layers.0.mlp.linear_fc1"

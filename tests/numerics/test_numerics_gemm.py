@@ -16,9 +16,9 @@ from megafp8.numerics import (
     fprop,
     keep_decoded,
     quantize,
-    reference,
     wgrad,
 )
+from tests.support import reference
 
 
 def cast(x: torch.Tensor, fmt, scale: float | None = None) -> QuantizedTensor:

@@ -20,11 +20,11 @@ from megafp8.numerics import (
     quantize_blocks,
     quantize_tensor,
     recipe_hardware,
-    reference,
     wgrad,
 )
 from megafp8.numerics.device_gemm import native_mm, swizzled
 from megafp8.numerics.statistics import count, summarize
+from tests.support import reference
 
 RECIPES = {
     "rowwise": Recipe(name="rowwise"),

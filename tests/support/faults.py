@@ -200,3 +200,20 @@ def slow_steps(seconds: float) -> None:
         return run(*arguments)
 
     TrainingStep.run = slow  # type: ignore[method-assign]
+
+
+def read_only_after(saves: int) -> None:
+    """Let no folder be made for a checkpoint after some, as where a file system turns read-only."""
+    import errno
+
+    import megafp8.checkpoint.save as save
+
+    make, made = save.make_temporary, []
+
+    def refuse(*arguments: Any) -> Any:
+        if len(made) >= saves:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        made.append(make(*arguments))
+        return made[-1]
+
+    save.make_temporary = refuse
