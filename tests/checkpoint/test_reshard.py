@@ -18,9 +18,9 @@ from tests.checkpoint.sharded import (
     local_shapes,
     plain,
     record,
+    reference,
     save_layout,
 )
-from tests.support import reference
 from tests.support.ranks import Ranks
 
 
